@@ -7,7 +7,6 @@ not import dask-cml.
 from __future__ import annotations
 
 import asyncio
-import logging
 import shlex
 from typing import Any
 from urllib.parse import unquote
@@ -21,11 +20,12 @@ from distributed.security import Security
 
 from dask_cml import errors
 from dask_cml.options import state_directory
+from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.record import SCHEME, Record
 from dask_cml.sessions import tls
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _POLL_INTERVAL = 0.5
 #: Seconds for which a client waits for another scheduler. Dask's default is the time-out of one connection.

@@ -34,6 +34,7 @@ from dask_cml.keeper.kept_cluster import KeptCluster
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import Amounts, Options, SessionSize, arguments_of, refuse_unexpected
 from dask_cml.options.limits import check_new, check_room, room
+from dask_cml.output import Logger
 from dask_cml.records import store
 from dask_cml.records.record import cluster_address
 from dask_cml.records.usage import Usage, usage_of
@@ -44,7 +45,7 @@ from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.timing import timing
 from dask_cml.words import first_line, printable
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: Maximum number of sessions of adaptive scaling without a maximum and without a limit.
 _MAXIMUM = 100

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import html
 import os
 import sys
@@ -22,6 +23,7 @@ from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 from distributed.core import Status
 from distributed.utils import is_kernel
 
+from dask_cml import output
 from dask_cml.sessions.session import CMLProcess, Session
 from dask_cml.words import format_duration, printable, table, waiting, waiting_workers
 
@@ -129,7 +131,7 @@ def _scheduler_words(cluster: Any) -> str:
 class StartDisplay:
     """Shows the sessions of one cluster until it has started.
 
-    A terminal may block, for example after Ctrl-S. So a thread writes to it, and not the event loop.
+    A terminal may block, for example after Ctrl-S. So :mod:`dask_cml.output` writes to it.
 
     Parameters
     ----------
@@ -149,16 +151,14 @@ class StartDisplay:
         self._connected = connected
         self._started = time.monotonic()
         self._ran_after: dict[str, float] = {}
-        # Threads use the following attributes, and hold the lock.
-        self._lock = threading.Lock()
         self._screen = open_screen()
-        self._last: str | None = None
 
     async def run(self) -> None:
         """Show the sessions until cancelled."""
         while True:
             title = f"Starting cluster {self._name}, {format_duration(time.monotonic() - self._started)}"
-            await asyncio.to_thread(self._show, title, self.rows())
+            if output.flush(0):  # a screen that blocks gets no more
+                output.write(functools.partial(self._screen.show, title, self.rows()))
             await asyncio.sleep(_INTERVAL)
 
     async def end(self, has_started: bool) -> None:
@@ -170,21 +170,8 @@ class StartDisplay:
             Whether the cluster has started.
         """
         line = self._summary() if has_started else ""
-        ending = asyncio.ensure_future(asyncio.to_thread(self.end_with, line))
-        await asyncio.wait([ending], timeout=_PATIENCE)
-
-    def end_with(self, line: str) -> None:
-        """Replace the table by a line, in a blocking call. A second call with the same line does nothing."""
-        # The stream may be closed.
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            if line != self._last:
-                self._last = line
-                self._screen.end(line)
-
-    def _show(self, title: str, rows: list[Row]) -> None:
-        with self._lock:
-            if self._last is None:
-                self._screen.show(title, rows)
+        output.write(lambda: self._screen.end(line))
+        await asyncio.to_thread(output.flush, _PATIENCE)
 
     def rows(self) -> list[Row]:
         """Return a row for each session, the scheduler's first. The last row counts further sessions."""
@@ -222,10 +209,13 @@ def open_screen() -> Line | Notebook:
     if is_kernel():
         return Notebook()
     out = sys.stderr
-    is_terminal = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
-    if is_terminal and _terminal.acquire(blocking=False):
-        return Terminal(out)
-    return Line(out)
+    try:
+        is_terminal = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:  # it is closed
+        return Line(None)
+    if not (is_terminal and _terminal.acquire(blocking=False)):
+        return Line(out)
+    return Terminal(out)
 
 
 def as_lines(title: str, rows: Sequence[Row]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
 
@@ -13,11 +12,12 @@ from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError
 from dask_cml.keeper.at_exit import unclosed
+from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: Seconds after which a scheduler that did not answer is asked again, unless its record changes before.
 _RETRY = 15.0

@@ -27,7 +27,7 @@ _idle.set()
 def say(text: str, *, to_stderr: bool = False) -> None:
     """Print a text, soon."""
     out = sys.stderr if to_stderr else sys.stdout
-    _enqueue(lambda: print(text, file=out, flush=True))
+    write(lambda: print(text, file=out, flush=True))
 
 
 def flush(timeout: float = 1.0) -> bool:
@@ -35,10 +35,11 @@ def flush(timeout: float = 1.0) -> bool:
     return _idle.wait(timeout)
 
 
-def _enqueue(write: Callable[[], None]) -> None:
+def write(function: Callable[[], None]) -> None:
+    """Call a function that writes words, soon, after all words before. Drop its errors."""
     context = contextvars.copy_context()
     with _lock:
-        _waiting.append(lambda: context.run(write))
+        _waiting.append(lambda: context.run(function))
         if not _idle.is_set():
             return
         _idle.clear()
@@ -54,9 +55,9 @@ def _write_all() -> None:
             if not _waiting:
                 _idle.set()
                 return
-            write = _waiting.popleft()
+            function = _waiting.popleft()
         with contextlib.suppress(Exception):
-            write()
+            function()
 
 
 class Logger:
@@ -97,4 +98,4 @@ class Logger:
         error = sys.exc_info() if exc_info is True else exc_info
         with contextlib.suppress(Exception):  # an argument may have no text
             text = message % args if args else message
-            _enqueue(lambda: self._logger.log(level, "%s", text, exc_info=error))
+            write(lambda: self._logger.log(level, "%s", text, exc_info=error))

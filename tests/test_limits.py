@@ -14,7 +14,7 @@ from distributed import Client
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
-from dask_cml import LaunchRefused
+from dask_cml import LaunchRefused, output
 from dask_cml.options import SessionSize
 from dask_cml.options.limits import check_room, limits, room
 from dask_cml.records import store
@@ -168,6 +168,7 @@ async def test_without_a_maximum_adapting_takes_the_limit(it, caplog):
         assert mine.adapt(maximum_cores=3, interval=None).maximum == 3
         assert "got no maximum" not in caplog.text
         assert mine.adapt(interval=None).maximum == 100
+        assert output.flush(60)
         words = f"Cluster {mine.name} adapts to at most 100 workers: adapt() got no maximum"
         assert caplog.messages.count(words) == 1
         assert mine.adapt(minimum=200, interval=None).maximum == 200

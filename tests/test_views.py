@@ -127,8 +127,6 @@ async def test_one_line_replaces_the_table_when_the_start_ends(holds, clock, mon
     await cancel(showing)
     await display.end(has_started)
     assert screen.lines == [line]
-    display._show("late", [])
-    assert "late" not in dict(screen.tables)
 
 
 async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(holds, monkeypatch):
@@ -193,7 +191,7 @@ def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, clock
         assert ESCAPED in shown
         assert shown.isprintable()
     assert row.endswith("  0 s")  # the columns are as wide as what is shown
-    display.end_with(f"over {STEERING}")
+    screen.end(f"over {STEERING}")
     assert "over " in out.seen()[-1]
     assert out.seen()[-1].isprintable()
 

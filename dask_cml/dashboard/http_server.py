@@ -8,7 +8,6 @@ origin can open WebSockets and post forms. Such requests have it as their Origin
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import resource
 import socket
@@ -22,8 +21,9 @@ from tornado.netutil import is_valid_ip
 from tornado.web import Application
 
 from dask_cml.options import setting
+from dask_cml.output import Logger
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
 SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}

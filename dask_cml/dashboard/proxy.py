@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -25,10 +24,11 @@ from tornado.web import Application, RequestHandler
 
 from dask_cml.cancellation import first_of, within
 from dask_cml.dashboard.http_server import HostGuard, LocalServer, local_socket
+from dask_cml.output import Logger
 from dask_cml.protocol import FORWARD
 from dask_cml.rpc import call
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: Opens a comm on which a scheduler serves its dashboard. Raises OSError.
 OpenComm = Callable[[], Awaitable[Comm]]

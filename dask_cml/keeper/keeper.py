@@ -236,9 +236,7 @@ class Keeper:
 
     # -- all sessions at once
 
-    async def launch(
-        self, join: Callable[[str], Any], *, strict: bool, display: bool = False
-    ) -> StartDisplay | None:
+    async def launch(self, join: Callable[[str], Any], *, strict: bool, display: bool = False) -> None:
         """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
 
         Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
@@ -282,7 +280,6 @@ class Keeper:
             await cancel(following, showing)
             if shown is not None:
                 await shown.end(has_started)
-        return shown
 
     async def _wait_and_join(self, scheduler: CMLScheduler, join: Callable[[str], Any]) -> None:
         await scheduler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread as executors
-import logging
 import random
 import sys
 import threading
@@ -15,10 +14,11 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from dask_cml.errors import CMLError
+from dask_cml.output import Logger
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 

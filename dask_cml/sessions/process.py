@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from typing import Any
 from urllib.parse import quote
@@ -15,6 +14,7 @@ from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
 from dask_cml.naming import dask_names
 from dask_cml.options import Options
+from dask_cml.output import Logger
 from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import tls
@@ -22,7 +22,7 @@ from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: Dask's default port, which is free in a CML session.
 _SCHEDULER_PORT = 8786

@@ -1,0 +1,135 @@
+"""Words to users: they neither stop the upkeep of a cluster nor run in its event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import threading
+import warnings
+
+import pytest
+from clusters import arrived, log_of, simulate
+from simulated.testing import eventually, simulated
+
+from dask_cml import output
+from dask_cml.display import open_screen
+
+pytestmark = pytest.mark.usefixtures("light")
+
+
+@contextlib.contextmanager
+def closed():
+    out = io.StringIO()
+    out.close()
+    yield out
+
+
+@contextlib.contextmanager
+def broken():
+    """A pipe whose reader has left."""
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(BrokenPipeError), open(write, "w", buffering=1) as out:
+        yield out
+        assert output.flush(60)
+
+
+@contextlib.contextmanager
+def blocked():
+    """A pipe that nobody reads, and that is full."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(65536))
+    os.set_blocking(write, True)
+    with contextlib.suppress(BrokenPipeError), open(write, "w", buffering=1) as out:
+        yield out
+        os.close(read)  # what waits to write fails now
+        assert output.flush(60)
+
+
+@contextlib.contextmanager
+def none():
+    """As in a process without a console."""
+    yield None
+
+
+@pytest.fixture(params=[closed, broken, blocked, none])
+def out(request):
+    assert output.flush(60)
+    with request.param() as out:
+        yield out
+
+
+@simulated
+async def check_upkeep(it):
+    """A lost worker is replaced, and calls of the platform that fail are repeated."""
+    async with simulate(name="mine", n_workers=1, quiet=False) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.evict(cluster.sessions[1].id)
+        it.platform.fail("launch_workers", OSError("no route to host"))
+        await eventually(lambda: "mine-0 lost" in log_of(cluster))
+        await eventually(lambda: arrived(cluster) == 1)
+        cluster.scale(0)
+        it.platform.answer_stop(503, 503)
+        await eventually(lambda: len(it.platform.running) == 1)
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_cluster_goes_on_whatever_becomes_of_its_output(tmp_path, monkeypatch, out, name):
+    monkeypatch.setattr(sys, name, out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python itself fails to show one
+        check_upkeep(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_no_word_is_lost_after_one_that_could_not_be_written(monkeypatch, capsys, name):
+    with closed() as out, monkeypatch.context() as patch:
+        patch.setattr(sys, name, out)
+        output.say("lost", to_stderr=name == "stderr")
+    output.say("written", to_stderr=name == "stderr")
+    assert output.flush(60)
+    assert getattr(capsys.readouterr(), name[3:]) == "written\n"
+
+
+class Handler(logging.Handler):
+    """A handler that raises, and notes in which threads it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, threading.Thread]] = []
+
+    def emit(self, record):
+        self.seen.append((record.getMessage(), threading.current_thread()))
+        raise RuntimeError("no logs")
+
+
+def test_a_cluster_goes_on_whatever_the_handlers_of_its_logs_do(tmp_path):
+    """One that waits would stop the event loop, so none runs in its thread."""
+    handler, logger = Handler(), logging.getLogger("dask_cml")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        check_upkeep(tmp_path)
+        assert output.flush(60)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert any("next try" in message for message, _ in handler.seen)
+    assert [message for message, thread in handler.seen if thread is threading.current_thread()] == []
+
+
+@pytest.mark.parametrize("kind", [closed, broken, none])
+def test_a_start_is_shown_nowhere_without_standard_error(monkeypatch, kind):
+    with kind() as out:
+        monkeypatch.setattr(sys, "stderr", out)
+        screen = open_screen()
+        screen.show("Starting", [])
+        with contextlib.suppress(OSError, ValueError):  # as StartDisplay does
+            screen.end("")
