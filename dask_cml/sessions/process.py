@@ -104,12 +104,15 @@ class CMLScheduler(CMLProcess):
         return True
 
     async def _look(self) -> str:
-        while (late := self.late("answer", self.options.scheduler_timeout)) is None:
+        while True:
+            # Before the look: a process that was stopped for long looks once more.
+            late = self.late("answer", self.options.scheduler_timeout)
             for address in await asyncio.to_thread(self._read_address), self._guess():
                 if address and await self._answers(address):
                     return address
+            if late is not None:
+                raise SchedulerTimeout(await self.failure(late))
             await asyncio.sleep(_LOOK_INTERVAL)
-        raise SchedulerTimeout(await self.failure(late))
 
     def _read_address(self) -> str | None:
         """Read the scheduler's file, if it exists and is complete."""
