@@ -216,6 +216,18 @@ async def test_the_scheduler_has_its_time_from_when_its_session_runs(stub, make,
         await starting
 
 
+async def test_a_process_that_was_stopped_for_long_looks_once_more(stub, make, folder, running, clock):
+    scheduler = make(scheduler_timeout=60)
+    starting = await begin(stub, scheduler)
+    stub.set(scheduler.session_id, "running")
+    await listings(stub, 2)
+    # Nothing in this process runs meanwhile.
+    write_scheduler_file(folder, running.address)
+    clock.now += 1000
+    await starting
+    assert scheduler.address == running.address
+
+
 async def test_a_workers_time_begins_when_its_session_runs(stub, api, make_worker, clock):
     worker = make_worker(worker_timeout=600)
     assert worker.runs_for == 0

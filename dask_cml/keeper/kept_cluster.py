@@ -407,11 +407,12 @@ class KeptCluster(SpecCluster):
         record, security = self.record, self.place.security
         deadline = time.monotonic() + timeout
         while True:
+            is_last = time.monotonic() > deadline  # before the try: a process may be stopped for long
             try:
                 await self._remote.join(address, security, record.id)
                 break
             except NO_ANSWER as error:
-                if time.monotonic() > deadline:
+                if is_last:
                     raise SchedulerTimeout(
                         f"the scheduler of cluster {record.name!r} at {address} did not answer within "
                         f"{timeout:g} s: {error!r}"

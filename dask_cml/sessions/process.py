@@ -105,12 +105,13 @@ class CMLScheduler(CMLProcess):
 
     async def _wait_for_answer(self) -> str:
         while True:
+            # Before the question: a process that was stopped for long asks once more.
             failure = self.late("answer", self.options.scheduler_timeout)
-            if failure is not None:
-                raise SchedulerTimeout(await self.failure(failure))
             for address in await asyncio.to_thread(self._read_address), self._guess():
                 if address and await self._answers(address):
                     return address
+            if failure is not None:
+                raise SchedulerTimeout(await self.failure(failure))
             await asyncio.sleep(_POLL_INTERVAL)
 
     def _read_address(self) -> str | None:
