@@ -197,6 +197,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             Time to wait for a change, in seconds.
         """
         self._watchers.hear(watcher, counts, comm)
+        if watcher == self._board.keeper:
+            self._keeper_until = time.monotonic()  # it has connected
         # A watcher that only shows the cluster does not count at first: the creator may have died, or connect
         # later.
         if counts or self._file.number > 0:
@@ -375,9 +377,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         now = time.monotonic()
         self._watchers.update(now)
         keeper = self._board.keeper
-        if keeper is not None and self._watchers.has(keeper):
-            self._keeper_until = now  # it has connected
-        elif keeper is not None and now > self._keeper_until:
+        if keeper is not None and not self._watchers.has(keeper) and now > self._keeper_until:
             self._keep(None)
         if self._watchers.is_orphan(now):
             self._shut_down(
