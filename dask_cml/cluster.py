@@ -18,7 +18,6 @@ from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
-from distributed.exceptions import WorkerStartTimeoutError
 from distributed.objects import SchedulerInfo
 from distributed.scheduler import Scheduler
 from distributed.security import Security
@@ -906,18 +905,20 @@ class CMLCluster(KeptCluster):
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
         # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost. Another one replaces it.
         deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
+        time_left = timeout
         while True:
             try:
-                time_left = None if timeout is None else max(0.01, deadline - time.monotonic())
                 await super()._wait_for_workers(n_workers, time_left)
                 return
-            except WorkerStartTimeoutError as error:
-                raise WorkerStartTimeoutError(error.available_workers, n_workers, timeout or 0) from None
+            except TimeoutError:  # which is an OSError, too
+                raise
             except OSError:
                 self._check_running(f"{n_workers} workers not connected")
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(timing.collect)
+            if timeout is not None:
+                time_left = max(0.01, deadline - time.monotonic())
 
     def __exit__(self, *_: object) -> None:
         self._end(shutdown=self.shutdown_on_close)
