@@ -17,6 +17,8 @@ class Timing:
         Silence of a watcher after which it counts as gone, and keeps no cluster any more.
     first_lease : float
         Time for which a scheduler waits for the keeper that has launched it. Calls of the platform may hang.
+    reconnect : float
+        Time after the keeper's last message in which it may connect again, before it loses the lease.
     collect : float
         Time for which the scheduler collects further changes before it answers watchers.
     scheduler_look, activity : float
@@ -48,6 +50,7 @@ class Timing:
     observer_heartbeat: float = 10.0
     lease: float = 15.0
     first_lease: float = 60.0
+    reconnect: float = 5.0
     collect: float = 0.1
     scheduler_look: float = 0.5
     activity: float = 5.0

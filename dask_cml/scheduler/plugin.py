@@ -198,7 +198,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """
         self._watchers.hear(watcher, counts, comm)
         if watcher == self._board.keeper:
-            self._keeper_until = time.monotonic()  # it has connected
+            self._keeper_until = time.monotonic() + timing.reconnect
         # A watcher that only shows the cluster does not count at first: the creator may have died, or connect
         # later.
         if counts or self._file.number > 0:
