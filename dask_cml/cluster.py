@@ -290,7 +290,7 @@ class CMLCluster(KeptCluster):
             check_new(options)
         self._forwarder: DashboardForwarder | None = None
         self._close_lock = threading.Lock()
-        self._leaves_what_it_would_end = False
+        self._shut_down_before_leave = False
         dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
         try:
             super().__init__(options, given, quiet=quiet, **dask_arguments)
@@ -949,7 +949,7 @@ class CMLCluster(KeptCluster):
         """
         # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
         # without words after a RuntimeError, as those of this package.
-        is_to_end = self.shutdown_on_close or self._connects or self._leaves_what_it_would_end
+        is_to_end = self.shutdown_on_close or self._connects or self._shut_down_before_leave
         return self._end(timeout, shutdown=is_to_end and self.status != Status.closed)
 
     def leave(self) -> Any:
@@ -959,7 +959,7 @@ class CMLCluster(KeptCluster):
         --------
         >>> CMLCluster.from_name("mine").leave()
         """
-        self._leaves_what_it_would_end |= self.shutdown_on_close  # for a close() before this has finished
+        self._shut_down_before_leave |= self.shutdown_on_close  # for a close() before this has finished
         self.shutdown_on_close = False  # also at the end of the ``with`` block
         return self._end(shutdown=False)
 

@@ -336,10 +336,7 @@ class Keeper:
         last = await self._remote.ask(protocol.LAST, names=names)
         for worker in self.workers():
             worker.seen.update(name for name in worker.dask_names if name in last)
-        for name, group in self._remote.board.groups.items():
-            self.requests[name] = group.request
-            self._groups.resize(name, group.target, ())
-            self._adapt(name, group.adapt)
+        self._want_all(self._remote.board.groups)
         self._journal = Journal(self._api, record)
 
     # -- requests of users
@@ -852,7 +849,11 @@ class Keeper:
         self._cluster.worker_spec.clear()
         board_groups = {name: BoardGroup(**group) for name, group in groups.items()}
         self._groups.take(board_groups)
-        for name, group in board_groups.items():
+        self._want_all(board_groups)
+
+    def _want_all(self, groups: Mapping[str, BoardGroup]) -> None:
+        """Want what another keeper has left of all groups."""
+        for name, group in groups.items():
             self.requests[name] = group.request
             self._groups.resize(name, group.target, ())
             self._adapt(name, group.adapt)
