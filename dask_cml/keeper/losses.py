@@ -89,13 +89,16 @@ async def _cause(worker: CMLWorker, listing: Mapping[str, SessionInfo], last: Ma
     # Of several Dask workers of a session, the worker that ran tasks counts.
     states = [last[name] for name in worker.dask_names if name in last]
     states.sort(key=lambda state: not state["tasks"])
-    # A session that succeeds after it was connected was closed on purpose, for example by a client.
-    closed = worker.was_closed or (bool(worker.seen) and worker.info.get("status") == "succeeded")
+    noticed = any(state["noticed"] for state in states)
+    # A session that succeeds after it was connected was closed on purpose, for example by a client. So does one
+    # that the scheduler closes after the platform's notice.
+    succeeded = bool(worker.seen) and worker.info.get("status") == "succeeded"
+    closed = not noticed and (worker.was_closed or succeeded)
     return find_cause(
         states[0] if states else None,
         await worker.last_lines() if gone is None else [],
         connected=bool(worker.seen),
-        noticed=any(state["noticed"] for state in states),
+        noticed=noticed,
         closed=closed,
         said=worker.reported if gone is None else "running",
         gone=gone,

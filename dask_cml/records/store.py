@@ -265,7 +265,8 @@ def remove(record: Record) -> dict[str, str] | None:
     except FileNotFoundError:  # another process removes it, too
         return None
     if not _has(aside, record):  # since the check above, another cluster has taken the name
-        os.rename(aside, record.folder)
+        with contextlib.suppress(OSError):  # a third one has it already: the second one finds its record gone
+            os.rename(aside, record.folder)
         return None
     sessions: dict[str, str] = {}
     with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from typing import Any
 from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.scheduler import Scheduler, WorkerState
+from distributed.scheduler import Scheduler, WorkerState, WorkerStatusPlugin
 from msgspec import UNSET, UnsetType
 from tornado.ioloop import PeriodicCallback
 
@@ -99,6 +99,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
+            "subscribe_worker_status": self.subscribe_worker_status,
         }
         await self._file.save(self._state())
         checks = (
@@ -165,6 +166,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Close the scheduler for good, as ``Client.shutdown`` asks for, and the keeper with a reason."""
         self._lifetime.closed = self._lifetime.closed or str(reason)
         await self._scheduler.close(reason=self._lifetime.closed, **arguments)
+
+    def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
+        """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
+        last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
+        if isinstance(last, WorkerStatusPlugin):
+            last.bcomm.abort()
+        return self._scheduler.subscribe_worker_status(comm)
 
     # -- the board
 
