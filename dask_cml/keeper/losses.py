@@ -90,8 +90,8 @@ async def _cause(worker: CMLWorker, listing: Mapping[str, SessionInfo], last: Ma
     states = [last[name] for name in worker.dask_names if name in last]
     states.sort(key=lambda state: not state["tasks"])
     noticed = any(state["noticed"] for state in states)
-    # A session that succeeds after it was connected was closed on purpose, for example by a client. So does one
-    # that the scheduler closes after the platform's notice.
+    # A session that succeeds after it was connected was closed on purpose, for example by a client. So does a
+    # session that the scheduler closes after the platform's notice.
     succeeded = bool(worker.seen) and worker.info.get("status") == "succeeded"
     closed = not noticed and (worker.was_closed or succeeded)
     return find_cause(
