@@ -458,13 +458,27 @@ async def test_a_task_that_is_cancelled_while_the_api_closes_is_cancelled(stub, 
     assert waiting.cancelled()
 
 
+ENDED = ["succeeded", "failed", "stopped", "timedout", "skipped", "SKIPPED", "ENGINE_TIMEDOUT"]
+LIVE = ["scheduling", "starting", "running", "stopping", "unknown", "ENGINE_RUNNING", "STOPPING"]
+
+
 async def test_ended_sessions_are_listed_too_and_known_as_ended(stub, api):
-    ids = await launch(api, 5)
-    for session_id, status in zip(ids, ["succeeded", "failed", "stopped", "timedout"], strict=False):
+    ids = await launch(api, len(ENDED) + len(LIVE))
+    stub.advances = False
+    for session_id, status in zip(ids, ENDED + LIVE, strict=True):
         stub.set(session_id, status)
     listing = await api.sessions()
-    assert [has_ended(listing[session_id]) for session_id in ids] == [True] * 4 + [False]
+    assert [has_ended(listing[session_id]) for session_id in ids] == [True] * len(ENDED) + [False] * len(LIVE)
     assert not has_ended({})
+
+
+async def test_the_status_of_any_release_is_read_like_the_documented_one(stub, api):
+    ids = await launch(api, 2)
+    stub.advances = False
+    stub.set(ids[0], "ENGINE_RUNNING")
+    stub.set(ids[1], "\x1b[31mODD")
+    listing = await api.sessions()
+    assert [listing[session_id]["status"] for session_id in ids] == ["running", "\\x1b[31modd"]
 
 
 # -- stop

@@ -21,7 +21,7 @@ SessionInfo = Mapping[str, Any]
 #: broken connection, because the HTTP library of the Workers API may change.
 _OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
 _PENDING = frozenset({"scheduling", "starting"})
-_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
+_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped"})
 _REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
 #: Words of errors that match, too, but that a later try may not meet.
 _NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)
@@ -92,19 +92,21 @@ def in_words(error: BaseException) -> str:
     return printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
 
 
-def status_of(session: SessionInfo) -> str:
-    """Return a session's status in lower case, because newer releases write some in upper case."""
-    return printable(str(session.get("status", "unknown")).lower())
-
-
 def has_ended(session: SessionInfo) -> bool:
     """Return whether a session has ended, in any way. ``stopping`` and ``unknown`` do not count."""
-    return status_of(session) in _ENDED
+    return session.get("status") in _ENDED
 
 
 def is_pending(session: SessionInfo) -> bool:
     """Return whether a session has not started to run: it waits for room, or starts."""
-    return status_of(session) in _PENDING
+    return session.get("status") in _PENDING
+
+
+def _with_status(session: SessionInfo) -> SessionInfo:
+    """Return a session with a status as in the documentation: newer releases write ``ENGINE_RUNNING``, too."""
+    if "status" not in session:
+        return session
+    return {**session, "status": printable(str(session["status"]).lower().removeprefix("engine_"))}
 
 
 def time_of(session: SessionInfo, field: str) -> datetime | None:
@@ -126,7 +128,7 @@ def listed(answer: Any) -> list[SessionInfo]:
     """
     if not isinstance(answer, list) or not all(isinstance(session, Mapping) for session in answer):
         raise _wrong(answer)
-    return [session for session in answer if is_session_id(session.get("id"))]
+    return [_with_status(session) for session in answer if is_session_id(session.get("id"))]
 
 
 def launched(answer: Any) -> SessionInfo:
@@ -140,7 +142,7 @@ def launched(answer: Any) -> SessionInfo:
     session = answer[0] if isinstance(answer, list) and answer else answer
     if not isinstance(session, Mapping) or not (session.get("id") or _is_refusal(session)):
         raise _wrong(session)
-    return session
+    return _with_status(session)
 
 
 def refusal(name: str, answer: SessionInfo) -> LaunchRefused:

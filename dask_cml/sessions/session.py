@@ -12,7 +12,7 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.options import Options, SessionSize
-from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, status_of, time_of
+from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
@@ -182,7 +182,7 @@ class CMLProcess(ProcessInterface):
     @property
     def is_known_to_run(self) -> bool:
         """Whether the platform lists the session as running, with an address."""
-        return self.adopted or (status_of(self.info) == "running" and self.ip_address is not None)
+        return self.adopted or (self.info.get("status") == "running" and self.ip_address is not None)
 
     @property
     def waits_for(self) -> float | None:
@@ -195,7 +195,7 @@ class CMLProcess(ProcessInterface):
     @property
     def is_scheduling(self) -> bool:
         """Whether the session has no room yet, even for a moment."""
-        return not self._has_run and status_of(self.info) == "scheduling"
+        return not self._has_run and self.info.get("status") == "scheduling"
 
     @property
     def runs_for(self) -> float:
@@ -225,7 +225,7 @@ class CMLProcess(ProcessInterface):
             age = (datetime.now(timezone.utc) - created).total_seconds()
             self.since, self.launched_at = created, time.monotonic() - max(0.0, age)
         self.is_listed = self.is_listed or bool(listed)
-        runs = status_of(listed) == "running"
+        runs = listed.get("status") == "running"
         if (runs and not self._has_run) or (not runs and is_pending(listed)):
             self._begun_at = time.monotonic()
         self._has_run = self._has_run or runs
