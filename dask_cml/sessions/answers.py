@@ -103,7 +103,7 @@ def is_pending(session: SessionInfo) -> bool:
 
 
 def _with_status(session: SessionInfo) -> SessionInfo:
-    """Return a session with a status as in the documentation: newer releases write ``ENGINE_RUNNING``, too."""
+    """Return a session with the documented status: newer releases also write ``ENGINE_RUNNING``."""
     if "status" not in session:
         return session
     return {**session, "status": printable(str(session["status"]).lower().removeprefix("engine_"))}
