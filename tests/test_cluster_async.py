@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
 import dask
 import pytest
-from clusters import lines_of, simulate
+from clusters import arrived, lines_of, rebuild, scheduler_of, simulate
+from distributed import Worker
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
+from dask_cml.options import state_directory
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -178,6 +181,33 @@ async def test_wait_for_workers_fails_after_its_timeout(it):
             await cluster.wait_for_workers(2, timeout="1500 ms")
 
 
+@simulated
+async def test_wait_for_workers_counts_no_paused_workers(it):
+    async with simulate(n_workers=1) as cluster:
+        await cluster.wait_for_workers(1)
+        [worker] = it.sessions.program(cluster.sessions[1].id)
+        worker.status = Status.paused
+        await eventually(lambda: not scheduler_of(it, cluster).running)
+        with pytest.raises(TimeoutError, match=r"^Only 0/1 workers arrived after 500 ms$"):
+            await cluster.wait_for_workers(1, timeout="500 ms")
+        worker.status = Status.running
+        await cluster.wait_for_workers(1)
+
+
+@pytest.mark.parametrize("name", ["x" * 10_000, ("a", 1), "mine-0-", "\x1b[31m", 0.5], ids=repr)
+@simulated
+async def test_a_worker_with_an_odd_name_that_others_have_started_spoils_nothing(it, name):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        async with Worker(cluster.scheduler_address, name=name, security=cluster.security):
+            await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
+            async with rebuild("mine") as remote:
+                cluster.scale(2)
+                await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
+                assert cluster.problem is remote.problem is None
+                cluster.scale(0)
+                await eventually(lambda: not cluster.workers)
+
+
 def test_an_asynchronous_cluster_needs_an_event_loop(platform):
     with pytest.raises(ValueError, match="invalid asynchronous=True: expected a running event loop"):
         CMLCluster(platform="local", asynchronous=True)
@@ -199,3 +229,29 @@ async def test_the_loop_is_never_blocked_by_a_call_of_the_api(it):
         await eventually(lambda: len(cluster.workers) == 1)
     assert {each.function for each in it.platform.calls} == {"launch_workers", "list_workers", "stop_workers"}
     assert threading.current_thread().name not in {each.thread for each in it.platform.calls}
+
+
+async def test_the_loop_reads_and_writes_no_file_of_the_cluster(platform, light, holds):
+    """The project's file system may hang."""
+    main, in_loop, elsewhere, is_on = threading.current_thread(), [], [], True
+    directory = str(state_directory())
+
+    def note(event, arguments):
+        if is_on and directory in str(arguments[:2]):
+            used = in_loop if threading.current_thread() is main else elsewhere
+            used.append((event, arguments))
+
+    sys.addaudithook(note)  # which cannot be removed
+    try:
+        async with CMLCluster(name="mine", platform="local", asynchronous=True, quiet=True) as cluster:
+            await cluster.scale(1)
+            async with CMLCluster.from_name("mine", asynchronous=True, quiet=True) as remote:
+                await holds(lambda: arrived(remote) == 1)
+                await remote.scale(0)
+                await holds(lambda: not cluster.workers)
+                assert repr(remote)
+            assert await cluster.get_logs()
+    finally:
+        is_on = False
+    assert elsewhere
+    assert not in_loop

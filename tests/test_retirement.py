@@ -68,6 +68,18 @@ async def test_without_any_wanted_worker_the_last_one_stops_with_its_data(it):
         assert data.status == "cancelled"
 
 
+@simulated
+async def test_the_only_data_moves_to_a_worker_of_another_group_that_connects_later(it):
+    async with simulate(name="mine") as cluster, Client(cluster, asynchronous=True) as client:
+        await cluster.add_worker_group("big", n_workers=1)
+        await eventually(lambda: arrived(cluster) == 1)
+        [data] = await client.scatter(["data"])
+        cluster.scale(1)
+        cluster.scale(0, worker_group="big")
+        await eventually(lambda: {*cluster.workers} == {"mine-0"} and not cluster.problem)
+        assert await data == "data"
+
+
 @pytest.mark.parametrize("op", ["retire_workers", "cml_held"])
 @simulated
 async def test_no_session_is_stopped_while_the_scheduler_does_not_answer(it, op):
