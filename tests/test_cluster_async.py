@@ -197,15 +197,17 @@ async def test_wait_for_workers_counts_no_paused_workers(it):
 @pytest.mark.parametrize("name", ["x" * 10_000, ("a", 1), "mine-0-", "\x1b[31m", 0.5], ids=repr)
 @simulated
 async def test_a_worker_with_an_odd_name_that_others_have_started_spoils_nothing(it, name):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        async with Worker(cluster.scheduler_address, name=name, security=cluster.security):
-            await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
-            async with rebuild("mine") as remote:
-                cluster.scale(2)
-                await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
-                assert cluster.problem is remote.problem is None
-                cluster.scale(0)
-                await eventually(lambda: not cluster.workers)
+    async with (
+        simulate(name="mine", n_workers=1) as cluster,
+        Worker(cluster.scheduler_address, name=name, security=cluster.security),
+        rebuild("mine") as remote,
+    ):
+        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
+        cluster.scale(2)
+        await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
+        assert cluster.problem is remote.problem is None
+        cluster.scale(0)
+        await eventually(lambda: not cluster.workers)
 
 
 def test_an_asynchronous_cluster_needs_an_event_loop(platform):
