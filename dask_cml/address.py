@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 from urllib.parse import unquote
 from weakref import WeakSet
 
@@ -21,11 +22,15 @@ from distributed.security import Security
 from dask_cml import errors
 from dask_cml.options import state_directory
 from dask_cml.output import Logger
+from dask_cml.protocol import END
 from dask_cml.records import liveness, store
+from dask_cml.records.history import ended_clusters
 from dask_cml.records.record import SCHEME, Record
 from dask_cml.sessions import tls
 
 logger = Logger(__name__)
+
+T = TypeVar("T")
 
 _POLL_INTERVAL = 0.5
 #: Seconds for which a client waits for another scheduler. Dask's default is the time-out of one connection.
@@ -39,6 +44,8 @@ _connected: WeakSet[Client] = WeakSet()
 _connections: dict[str, object] = {}
 #: The schedulers' last known addresses, by their clusters' addresses.
 _schedulers: dict[str, str] = {}
+#: The ids of their records.
+_records: dict[str, str] = {}
 
 
 class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
@@ -59,6 +66,14 @@ class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
         self.args = (message,)
 
 
+class ClusterEnded(ImportError):
+    """The cluster of a client that was connected has ended.
+
+    After errors of a connection, Dask's client tries again until its long time-out, and after an ImportError
+    it closes without words: Client._reconnect (client.py:1539).
+    """
+
+
 class CMLConnector(Connector):
     """Connects to the scheduler in a cluster's record, with the cluster's keys."""
 
@@ -77,26 +92,29 @@ class CMLConnector(Connector):
         Raises
         ------
         NoSuchCluster
-            If no cluster has this name, or its creator ended before its scheduler answered.
+            If no cluster has this name, it has ended, or its creator ended before its scheduler answered.
         OSError
             If the scheduler cannot be reached, or has no keys and left no sign of life lately.
+        ClusterEnded
+            If a client was connected to the cluster before.
         """
         try:
             record = await _running(unquote(address))
-        except NoSuchCluster:
-            for client in _clients(address):
-                # It was connected before. Otherwise, it would try until its long time-out.
-                if client.status == "connecting" and client in _connected and client.loop:
-                    client.loop.add_callback(client._close, fast=True)
-            raise
+        except NoSuchCluster as error:
+            clients = [client for client in _clients(address) if client in _connected]
+            if not any(client.status == "connecting" for client in clients):
+                raise
+            why = await _in_thread(_why_ended, _records[address]) or str(error)
+            _log_end(unquote(address), why, clients)
+            raise ClusterEnded(str(error)) from error
         scheduler = record.scheduler.address
         assert scheduler is not None
-        if why := await asyncio.to_thread(liveness.why_not_contacted, record):
+        if why := await _in_thread(liveness.why_not_contacted, record):
             raise OSError(f"not connected to cluster {record.name!r}: {why}")
-        _schedulers[address] = scheduler
+        _schedulers[address], _records[address] = scheduler, record.id
         security = record.get_security()
         if security is not None:
-            connection_args |= await asyncio.to_thread(tls.connection_args, security)
+            connection_args |= await _in_thread(tls.connection_args, security)
         scheme, location = parse_address(scheduler)
         connector = get_backend(scheme).get_connector()
         try:
@@ -111,12 +129,41 @@ class CMLConnector(Connector):
             ) from error
 
 
+async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that reads files in a thread.
+
+    Raises
+    ------
+    OSError
+        If the interpreter exits. After any other error, Dask's client would not end its attempts to connect
+        (client.py:1531), and would delay the exit by its long time-out.
+    """
+    try:
+        return await asyncio.to_thread(function, *arguments)
+    except errors.CMLError:
+        raise
+    except RuntimeError as error:
+        raise OSError(f"not connected: {error}") from error
+
+
+def _log_end(name: str, why: str, clients: Collection[Client]) -> None:
+    """Log why a cluster has ended, unless this process has the cluster's object, which logs it."""
+    if any(client.cluster is None for client in clients):
+        logger.warning("Client disconnected from cluster %s, which has ended: %s", name, why)
+
+
+def _why_ended(record_id: str) -> str | None:
+    """Return why a cluster has ended, from its history."""
+    return next((cluster.why for cluster in ended_clusters() if cluster.id == record_id), None)
+
+
 def _prepare_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
     """Give this process's clients of an address the keys for workers, and patience with the scheduler.
 
     Dask registers a client after its first connection. So search for it repeatedly for some seconds.
     """
     connection = _connections[address] = object()
+    told: set[str] = set()
 
     def search(pause: float) -> None:
         if _connections[address] is not connection:  # a later connection has its own search
@@ -127,10 +174,24 @@ def _prepare_clients(address: str, security: Security | None, connection_args: d
                 client.rpc.connection_args = connection_args
             client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
             _connected.add(client)
+            if client.id not in told and client.status == "running":
+                told.add(client.id)
+                _close_at_end(client, unquote(address))
         if pause <= _LAST_PAUSE:
             asyncio.get_running_loop().call_later(pause, search, 2 * pause)
 
     search(_FIRST_PAUSE)
+
+
+def _close_at_end(client: Client, name: str) -> None:
+    """Close a client when its scheduler says that the cluster ends. It would try to connect again."""
+
+    async def close(event: tuple[float, Mapping[str, Any]]) -> None:
+        _, message = event
+        _log_end(name, str(message.get("reason")), [client])
+        await client._close()
+
+    client.subscribe_topic(END, close)
 
 
 def _clients(address: str) -> list[Client]:
@@ -144,13 +205,15 @@ async def _running(name: str) -> Record:
     """Return the record of a cluster. Wait until it contains the scheduler's address."""
     while True:
         try:
-            record = await asyncio.to_thread(store.read, name)
+            record = await _in_thread(store.read, name)
         except errors.NoSuchCluster as error:
             text = f"{error}; searched in {state_directory()}"
             raise NoSuchCluster(text, error.name, error.known) from None
+        if record.scheduler.closed is not None:
+            raise NoSuchCluster(f"cluster {name!r} has ended: {record.scheduler.closed}", name)
         if record.scheduler.address is not None:
             return record
-        if await asyncio.to_thread(liveness.is_abandoned, record):
+        if await _in_thread(liveness.is_abandoned, record):
             raise NoSuchCluster(
                 f"the creator of cluster {name!r} ended before the scheduler answered: run "
                 f"`dask cml delete {shlex.quote(name)}`",

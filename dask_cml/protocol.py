@@ -28,3 +28,5 @@ FORWARD = "cml_forward"
 
 #: The topic of the cluster's events in ``Client.get_events``.
 TOPIC = "cml"
+#: The topic of the event that the cluster ends, with the reason: clients do not wait for another scheduler.
+END = "cml-end"

@@ -22,6 +22,7 @@ import dask_cml
 from dask_cml import CMLCluster, NoSuchCluster, address
 from dask_cml.address import CMLConnector, load_security
 from dask_cml.layout import scheduler_file
+from dask_cml.local import processes as local_processes
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.record import Maker, Record, SchedulerState, cluster_address
@@ -300,3 +301,42 @@ async def test_a_client_that_connects_often_is_looked_for_a_few_times(platform, 
             await holds(lambda: len(looks) >= n + 5)
             assert len(looks) <= 10 * len(connections)
             assert client._timeout == address.RECONNECT_TIMEOUT
+
+
+WAITING = """
+import time
+from distributed import Client
+
+client = Client("cml://lab")
+future = client.submit(time.sleep, 600)
+print("connected", flush=True)
+future.result()
+"""
+
+
+@pytest.mark.parametrize("end", ["shut down", "killed"])
+async def test_a_script_ends_with_its_cluster(platform, light, tmp_path, holds, end):
+    options = {"name": "lab", "n_workers": 1, "platform": "local"}
+    async with CMLCluster(asynchronous=True, quiet=True, **options) as cluster:
+        program = [sys.executable, "-c", WAITING]
+        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+        script = await asyncio.create_subprocess_exec(*program, cwd=tmp_path, **pipes)
+        try:
+            assert await asyncio.wait_for(script.stdout.readline(), 120) == b"connected\n"
+            if end == "shut down":
+                remote = await CMLCluster.from_name("lab", asynchronous=True, quiet=True)
+                await remote.close()
+            else:
+                for process in await asyncio.to_thread(local_processes.find, cluster.sessions[0].id):
+                    process.kill()
+            # Dask's client would wait for ten minutes.
+            _, error = await asyncio.wait_for(script.communicate(), 60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                script.kill()
+    lines = error.decode().splitlines()
+    assert script.returncode == 1
+    assert any(line.startswith("distributed.client.FutureCancelledError") for line in lines)
+    if end == "shut down":
+        assert lines[0] == "Client disconnected from cluster lab, which has ended: closed"
+        assert sum(line.startswith("Traceback") for line in lines) == 1

@@ -116,8 +116,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._writing = asyncio.create_task(self._keep_file())
 
     async def before_close(self) -> None:
-        """Note why the scheduler closes, if it closes by itself."""
+        """Note why the scheduler closes, if it closes by itself, and tell the clients if the cluster ends."""
         self._lifetime.note_idle()
+        if self._lifetime.closed is not None:
+            self._scheduler.log_event(protocol.END, {"reason": self._lifetime.closed})
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
