@@ -109,8 +109,9 @@ class CMLConnector(Connector):
             raise ClusterEnded(str(error)) from error
         scheduler = record.scheduler.address
         assert scheduler is not None
-        if why := await _in_thread(liveness.why_not_contacted, record):
-            raise OSError(f"not connected to cluster {record.name!r}: {why}")
+        unsafe = await _in_thread(liveness.why_not_contacted, record)
+        if unsafe is not None:
+            raise OSError(f"not connected to cluster {record.name!r}: {unsafe}")
         _schedulers[address], _records[address] = scheduler, record.id
         security = record.get_security()
         if security is not None:
