@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import sys
@@ -12,6 +13,7 @@ import dask
 import pytest
 from clusters import arrived, log_of, make
 from distributed import Client, KilledWorker
+from distributed.core import Status
 
 from dask_cml import wrapper
 from dask_cml.local.processes import find
@@ -97,7 +99,12 @@ def kill_order(session):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where processes can ask to be killed first")
 async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(platform, holds):
-    async with make(name="mine", n_workers=1) as cluster:
+    async def running(dask_worker):
+        """Wait until a nanny knows that its worker runs."""
+        while dask_worker.status != Status.running:
+            await asyncio.sleep(0.01)
+
+    async with make(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: arrived(cluster) == 1)
         [session] = [each for each in cluster.sessions if each.role == "worker"]
         gone = set()
@@ -106,10 +113,14 @@ async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(
             await holds(lambda: [*map(len, kill_order(session))] == [2, 2])
             first, others = kill_order(session)
             assert first.isdisjoint(gone)
-            for process in first:
+            workers = {*cluster.scheduler_info["workers"]}
+            await client.run(running, nanny=True)  # a nanny does not replace a worker that dies in its start
+            # The resource tracker first: the nanny starts another one only with the next worker.
+            for process in sorted(first, key=lambda each: "resource_tracker" not in str(each.cmdline())):
                 process.kill()
+                await holds(lambda killed=process: killed not in find(session.id))
             gone = first
-            await holds(lambda gone=gone: find(session.id).isdisjoint(gone))
+            await holds(lambda old=workers: cluster.scheduler_info["workers"].keys() - old)
         await holds(lambda others=others: kill_order(session)[1] == others and arrived(cluster) == 1)
         assert log_of(cluster) == ""
 
