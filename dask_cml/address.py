@@ -40,6 +40,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
 _warned: set[str] = set()
 #: The clients that have been connected.
 _connected: WeakSet[Client] = WeakSet()
+#: The clients whose user knows that their cluster has ended.
+_informed: WeakSet[Client] = WeakSet()
 #: The last connections by address.
 _connections: dict[str, object] = {}
 #: The schedulers' last known addresses, by their clusters' addresses.
@@ -67,7 +69,7 @@ class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
 
 
 class ClusterEnded(ImportError):
-    """The cluster of a client that was connected has ended.
+    """The cluster of a client that connects again has ended.
 
     After errors of a connection, Dask's client tries again until its long time-out, and after an ImportError
     it closes without words: Client._reconnect (client.py:1539).
@@ -96,17 +98,23 @@ class CMLConnector(Connector):
         OSError
             If the scheduler cannot be reached, or has no keys and left no sign of life lately.
         ClusterEnded
-            If a client was connected to the cluster before.
+            If this is a client's second connection, and the cluster has ended.
         """
         try:
             record = await _running(unquote(address))
         except NoSuchCluster as error:
             clients = [client for client in _clients(address) if client in _connected]
-            if not any(client.status == "connecting" for client in clients):
+            clients = [client for client in clients if client.status == "connecting"]
+            if not clients:
                 raise
             why = await _in_thread(_why_ended, _records[address]) or str(error)
             _log_end(unquote(address), why, clients)
-            raise ClusterEnded(str(error)) from error
+            if any(client._handle_report_task is asyncio.current_task() for client in clients):
+                raise ClusterEnded(str(error)) from error
+            for client in clients:  # this is another connection, or Python 3.10
+                if client.loop is not None:
+                    client.loop.add_callback(client._close, fast=True)
+            raise
         scheduler = record.scheduler.address
         assert scheduler is not None
         unsafe = await _in_thread(liveness.why_not_contacted, record)
@@ -148,9 +156,11 @@ async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _log_end(name: str, why: str, clients: Collection[Client]) -> None:
-    """Log why a cluster has ended, unless this process has the cluster's object, which logs it."""
-    if any(client.cluster is None for client in clients):
-        logger.warning("Client disconnected from cluster %s, which has ended: %s", name, why)
+    """Log why the cluster of clients has ended. A client of a cluster object leaves it to that object."""
+    for client in clients:
+        if client.cluster is None and client not in _informed:
+            _informed.add(client)
+            logger.warning("Client disconnected from cluster %s, which has ended: %s", name, why)
 
 
 def _why_ended(record_id: str) -> str | None:

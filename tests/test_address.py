@@ -275,6 +275,19 @@ async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
             await holds(lambda: client.scheduler_info().get("id") == second.id)
 
 
+async def test_a_client_whose_cluster_is_gone_closes_at_once(platform, caplog, holds):
+    write_record(Record("gone"))
+    async with scheduler() as running:
+        lead_to(running, "gone")
+        async with Client("cml://gone", asynchronous=True) as client:
+            await holds(lambda: client in address._connected)
+            store.remove(store.read("gone"))
+            await running.close()
+            await holds(lambda: client.status == "closed")
+    assert caplog.text.count("Client disconnected from cluster gone, which has ended: no cluster named") == 1
+    assert "Failed to reconnect" not in caplog.text
+
+
 async def test_a_client_that_connects_often_is_looked_for_a_few_times(platform, monkeypatch, holds):
     connections, looks = [], []
 
