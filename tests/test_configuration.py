@@ -9,7 +9,7 @@ from distributed import Client
 
 from dask_cml import CMLCluster
 from dask_cml.options import Options, state_directory
-from dask_cml.options.configuration import inherited
+from dask_cml.options.configuration import inherited, setting
 
 
 @pytest.fixture
@@ -31,6 +31,35 @@ def configured(folder):
     yield configured
     dask.config.config.clear()
     dask.config.config.update(before)
+
+
+# -- nested configuration
+
+
+def test_a_nested_configuration_leaves_the_other_options_at_their_defaults(platform):
+    folder = str(state_directory())
+    nested = {"cpu": 2, "api": {"retries": 1}, "platform": "local", "state-directory": folder}
+    with dask.config.set({"cml": nested}):
+        options = Options.read()
+        assert (options.cpu, options.n_workers, options.memory) == (2, 0, 2)
+        assert setting("api.retries") == 1
+        assert setting("api.timeout") == 30
+        with CMLCluster(n_workers=1, quiet=True) as cluster:
+            assert len(cluster.worker_spec) == 1
+
+
+@pytest.mark.parametrize(
+    ("configured", "words"),
+    [
+        ({"cpus": 2}, "invalid key cml.cpus from Dask's configuration: expected cml.cpu"),
+        ({"cpu": -1}, "invalid cml.cpu=-1: expected .*, in Dask's configuration"),
+        ({"api": 3}, "invalid cml.api of type int: expected a mapping, in Dask's configuration"),
+        (3, "invalid cml of type int: expected a mapping, in Dask's configuration"),
+    ],
+)
+def test_a_nested_configuration_is_checked(configured, words):
+    with dask.config.set({"cml": configured}), pytest.raises((TypeError, ValueError), match=words):
+        Options.read()
 
 
 # -- unknown keys

@@ -61,9 +61,10 @@ def setting(key: str, values: Mapping[str, Any] | None = None) -> Any:
     >>> setting("api.timeout")
     30.0
     """
-    name = f"cml.{key}"
+    name, option = f"cml.{key}", OPTIONS[key]
     try:
-        return OPTIONS[key].checked(name, dask.config.get(name), values or {})
+        # dask.config.set({"cml": {"cpu": 2}}) leaves no other option.
+        return option.checked(name, dask.config.get(name, option.default), values or {})
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error}, in {origin(name)}") from None
 
@@ -88,7 +89,7 @@ def check_keys() -> None:
         If a key is unknown. The message contains the key, its origin, and the nearest option.
     """
     options = [f"cml.{key}" for key in OPTIONS]
-    found = [("cml", dask.config.get("cml"))]
+    found = [("cml", dask.config.get("cml", {}))]
     while found:
         key, value = found.pop(0)
         if key in options:

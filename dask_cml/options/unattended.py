@@ -30,7 +30,7 @@ def unattended(arguments: Mapping[str, Any]) -> dict[str, Any]:
         Arguments of the cluster. An ``idle_timeout`` of ``"never"`` disables the default.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    if dask.config.get("cml.idle-timeout") is None:
+    if dask.config.get("cml.idle-timeout", None) is None:
         given.setdefault("idle_timeout", _IDLE_TIMEOUT)
     return {**given, **SETTLED}
 
@@ -39,7 +39,7 @@ def offered_options() -> list[Option]:
     """Return the options that an unattended cluster can be given, with their configured defaults."""
     offered = []
     for option in OPTIONS.values():
-        default, text = dask.config.get(f"cml.{option.key}", None), option.description
+        default, text = dask.config.get(f"cml.{option.key}", option.default), option.description
         if option.key == "idle-timeout":
             default = default or _IDLE_TIMEOUT
             text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{NEVER}" is allowed.')
