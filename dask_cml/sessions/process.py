@@ -78,6 +78,7 @@ class CMLScheduler(CMLProcess):
         self.address = await first_of(self._wait_for_answer(), self._watch_session())
         self._has_run = True
         await self._takes_another()
+        self.info = {**self.info, "status": "running"}  # the platform's last list may be older
         self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
 
     async def _watch_session(self) -> None:
