@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -33,6 +34,8 @@ _CLUSTER_NAME = re.compile(r"[^./-][^/]{0,99}")
 #: A file name has 255 bytes at most, and the name of a session's log begins with the cluster's name.
 _NAME_BYTES = 200
 _GROUP_LENGTH = 40
+#: The options of Dask's programs after which other words may follow.
+_PRELOADS = ("--preload", "--preload-nanny")
 _SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
 
 
@@ -283,11 +286,51 @@ def command_line(argument: str, value: Any, refused: Refused) -> tuple[str, ...]
     return words
 
 
-def worker_args(argument: str, value: Any, refused: Refused, processes: int) -> tuple[str, ...]:
+def worker_args(
+    argument: str, value: Any, refused: Refused, processes: int, worker_command: Sequence[str]
+) -> tuple[str, ...]:
     """Check additional arguments of the Dask workers' program."""
     if processes > 1:
         refused = {**refused, "several processes need nannies": ["--no-nanny"]}
-    return command_line(argument, value, refused)
+    words = command_line(argument, value, refused)
+    if [*worker_command] == ["dask", "worker"]:
+        _parse(argument, words, "worker")
+    return words
+
+
+def scheduler_args(argument: str, value: Any, refused: Refused) -> tuple[str, ...]:
+    """Check additional arguments of ``dask scheduler``."""
+    words = command_line(argument, value, refused)
+    _parse(argument, words, "scheduler")
+    return words
+
+
+def _parse(argument: str, words: Sequence[str], program: str) -> None:
+    """Refuse what the installed program does not know. Its session would end without a connection."""
+    if not words:
+        return
+    import click
+
+    command = import_module(f"distributed.cli.dask_{program}").main
+    context = click.Context(command)
+    # Words of a module that is preloaded are its own.
+    context.ignore_unknown_options = any(word.split("=")[0] in _PRELOADS for word in words)
+    try:
+        given, _, _ = command.make_parser(context).parse_args([*words])
+    except click.NoSuchOption as error:
+        options = [option for parameter in command.params for option in parameter.opts]
+        expected = nearest(error.option_name, options)
+        raise ValueError(
+            f"invalid {argument}: `dask {program}` has no option {error.option_name}: expected {expected}"
+        ) from None
+    except click.BadOptionUsage as error:
+        raise ValueError(f"invalid {argument}: expected a value after {error.option_name}") from None
+    # What is not given is None, an empty tuple, or a mark of newer releases of click.
+    others = [given.get(name) for name in ("scheduler", "preload_argv")]
+    if not context.ignore_unknown_options and any(
+        isinstance(other, (str, tuple)) and other for other in others
+    ):
+        raise ValueError(f"invalid {argument}: expected options of `dask {program}`, and no other words")
 
 
 def _hidden_text(argument: str, value: Any) -> str:

@@ -319,6 +319,13 @@ REFUSED = [
     ("worker_args", ["--scheduler-file", "/file"], ValueError, "the cluster sets it"),
     ("worker_args", ["--host", "10.0.0.7"], ValueError, "each session has its own address"),
     ("worker_args", ["--version"], ValueError, "the program would end"),
+    ("worker_args", ["--nonsense"], ValueError, "`dask worker` has no option --nonsense: expected "),
+    ("worker_args", ["--lifetme", "1h"], ValueError, "has no option --lifetme: expected --lifetime"),
+    ("worker_args", ["--lifetime"], ValueError, "expected a value after --lifetime"),
+    ("worker_args", ["tcp://10.0.0.1:8786"], ValueError, "options of `dask worker`, and no other words"),
+    ("worker_args", ["--no-nanny", "a", "b"], ValueError, "options of `dask worker`, and no other words"),
+    ("scheduler_args", ["--shw"], ValueError, "`dask scheduler` has no option --shw: expected --show"),
+    ("scheduler_args", ["lab"], ValueError, "options of `dask scheduler`, and no other words"),
     ("scheduler_args", "--no-show", TypeError, STRINGS),
     ("scheduler_args", ["--interface", "eth0"], ValueError, "the cluster sets --host"),
     ("scheduler_args", ["--help"], ValueError, "the program would end"),
@@ -479,22 +486,25 @@ def test_text_of_subclasses_of_str_becomes_plain():
     class Text(str, enum.Enum):
         PLATFORM = "local"
         OTHER = "mine"
+        PRELOAD = "--preload"
 
     options = Options.read(
         name=Text.OTHER,
         worker_class=Text.OTHER,
-        worker_args=[Text.OTHER],
-        scheduler_args=(Text.OTHER,),
+        worker_args=[Text.PRELOAD, Text.OTHER],
+        scheduler_args=(Text.PRELOAD, Text.OTHER),
         env={Text.OTHER: Text.OTHER},
         log_directory=Text.OTHER,
         platform=Text.PLATFORM,
         launch_options={Text.OTHER: Text.OTHER},
     )
-    texts = [options.name, options.worker_class, *options.worker_args, *options.scheduler_args]
+    arguments = [*options.worker_args, *options.scheduler_args]
+    assert arguments == ["--preload", "mine"] * 2
+    texts = [options.name, options.worker_class, *arguments[1::2]]
     texts += [*options.env, *options.env.values()]
     texts += [*options.launch_options, *options.launch_options.values()]
     assert texts == ["mine"] * 8
-    assert {type(text) for text in [*texts, options.log_directory, options.platform]} == {str}
+    assert {type(text) for text in [*texts, *arguments, options.log_directory, options.platform]} == {str}
 
 
 @pytest.mark.parametrize("command", [["dask", "cuda", "worker"], ["/opt/bin/dask-cuda-worker"]])
