@@ -114,18 +114,26 @@ def _end_all() -> None:
     raising = [signum for signum in handlers if handlers[signum] in (signal.default_int_handler, _exit)]
     for signum in raising:
         signal.signal(signum, _ask_for_patience)
-    threads = [threading.Thread(target=_end, args=(cluster,), daemon=True) for cluster in unclosed()]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for cluster in unclosed():
+        thread = threading.Thread(target=_end, args=(cluster,), daemon=True)
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads when they exit
+            _end(cluster, elsewhere=True)
     for thread in threads:
         thread.join()
     for signum in raising:
         signal.signal(signum, handlers[signum])
 
 
-def _end(cluster: Any) -> None:
+def _end(cluster: Any, elsewhere: bool = False) -> None:
     try:
-        cluster.end_now(_TIMEOUT)
+        if elsewhere:
+            cluster.end_in_another_process(_TIMEOUT)
+        else:
+            cluster.end_now(_TIMEOUT)
     except Exception as error:  # the other clusters are shut down nevertheless
         logger.error("%s", error)
     _clusters.pop(cluster, None)

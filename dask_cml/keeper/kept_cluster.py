@@ -7,6 +7,8 @@ import contextlib
 import os
 import secrets
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -886,6 +888,30 @@ class KeptCluster(SpecCluster):
             self._close_without_loop(self.shutdown_on_close)
         finally:
             self.status = Status.closed
+
+    def end_in_another_process(self, timeout: float) -> None:
+        """Close when the interpreter exits and starts no threads, which the platform's functions need. Blocks.
+
+        Parameters
+        ----------
+        timeout : float
+            Maximum time to wait for the process, in seconds.
+
+        Raises
+        ------
+        OSError, subprocess.SubprocessError
+            If the process does not start, or does not end in time.
+        """
+        record, status = self.record, self.status
+        self.status = Status.closed
+        if self._starting is not None and self._starting.get_loop().is_running():
+            loop = self._starting.get_loop()
+            asyncio.run_coroutine_threadsafe(cancel(self._keeping, self._following), loop)
+        if record is None or status == Status.closed or not self.shutdown_on_close:
+            return
+        program = [sys.executable, "-m", "dask", "cml", "delete", record.name]
+        environment = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(record.folder.parent)}
+        subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
 
     def _close_without_loop(self, shutdown: bool) -> None:
         """Close when the event loop has ended, as after asyncio.run. Blocks."""
