@@ -890,7 +890,7 @@ class KeptCluster(SpecCluster):
             self.status = Status.closed
 
     def end_in_another_process(self, timeout: float) -> None:
-        """Close when the interpreter exits and starts no threads, which the platform's functions need. Blocks.
+        """Close when the interpreter exits and starts no threads, as the platform does. Blocks.
 
         Parameters
         ----------
