@@ -289,7 +289,7 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
         f"cluster = await CMLCluster({options}, asynchronous=True)",
         "await cluster.close()",
         f"with CMLCluster({options}, quiet=True): pass",
-        f"with CMLCluster({options}, scheduler_args=['--no-such-option']): pass",
+        f"with CMLCluster({options}, scheduler_args=['--preload', 'no_such_module']): pass",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=240, allow_errors=True).execute()
