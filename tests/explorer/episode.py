@@ -506,15 +506,15 @@ class Episode:
         """Whether nobody but the platform can know of a session.
 
         Its launch was refused or its program never ran, and its launcher died before it could record or stop
-        it, or its answer was lost and sessions have no names. If its program starts, it ends at once, because
-        the cluster is gone. Otherwise the platform ends it with the launcher's session.
+        it, or the answer was lost. If its program starts, it ends at once, because the cluster is gone.
+        Otherwise the platform ends it with the launcher's session.
         """
         if session.stop_requested or session.id in self.world.sessions.processes:
             return False
         record = self.record()
         recorded = record is not None and session.id in record.sessions
         dead = {each.env["CDSW_ENGINE_ID"] for each in self.world.processes if each.state == "dead"}
-        return (session.master in dead or not self.schedule.named) and not recorded
+        return (session.master in dead or not session.answered) and not recorded
 
     def _leaked(self, session: SimulatedSession) -> float:
         if session.id == self.others:

@@ -34,6 +34,7 @@ def play(seed: int) -> Outcome:
         try:
             with (
                 contextlib.redirect_stdout(io.StringIO()),  # of commands
+                contextlib.redirect_stderr(io.StringIO()),  # of interrupted starts
                 world(state, luck=Luck(seed), named=schedule.named) as run,
             ):
                 run(main)

@@ -274,7 +274,12 @@ class SimulatedPlatform(PlannedFaults):
             return answers
 
         key = SimulatedSession("", "", options).key if self.luck else ""
-        return self._call("launch_workers", {"n": n, **options}, launch, key)
+        answers = self._call("launch_workers", {"n": n, **options}, launch, key)
+        for answer in answers if isinstance(answers, list) else ():
+            session = self.all.get(answer.get("id") or answer.get("engineId"))
+            if session is not None:
+                session.answered = True
+        return answers
 
     def _launch_one(self, options: dict[str, Any]) -> dict[str, Any]:
         with self._lock:

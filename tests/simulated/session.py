@@ -33,6 +33,8 @@ class SimulatedSession:
         The arguments of its launch.
     half_made : bool
         Whether its launch was refused.
+    answered : bool
+        Whether its launcher was told its id.
     listed : bool
         Whether it is in lists.
     more : dict
@@ -43,6 +45,7 @@ class SimulatedSession:
     master: str
     launched_with: dict[str, Any]
     half_made: bool = False
+    answered: bool = False
     status: str = "scheduling"
     ip_address: str | None = None
     listed: bool = True
