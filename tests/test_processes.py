@@ -394,6 +394,28 @@ async def test_the_session_that_took_the_name_first_is_the_schedulers(stub, api,
     assert second not in stub.live
 
 
+async def test_a_failed_read_of_who_took_the_name_ends_no_start(stub, api, folder, monkeypatch):
+    [first] = stub.launch_workers(1, 1, 1)
+    scheduler = CMLScheduler(api, read(), Place(folder, 0, RECORD))
+    starting = await begin(stub, scheduler)
+    started = folder / STARTED_FOLDER
+    started.mkdir()
+    (started / "scheduler-0").mkdir()  # it cannot be read
+    listed = stub.count("list_workers")
+    stub.set(scheduler.session_id, "succeeded")
+    await eventually(lambda: stub.count("list_workers") > listed + 1)
+    (started / "scheduler-0").rmdir()
+    (started / "scheduler-0").write_text(first["id"])
+    await eventually(lambda: scheduler.session_id == first["id"])
+    monkeypatch.setenv("CDSW_ENGINE_ID", first["id"])
+    async with scheduler_in(prepare(folder)) as running:
+        write_scheduler_file(folder, running.address)
+        await starting
+    monkeypatch.delenv("CDSW_ENGINE_ID")
+    await api.close()
+    assert first["id"] not in stub.live
+
+
 # -- a worker's start
 
 

@@ -179,12 +179,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     # -- the board
 
     def hello(self) -> dict[str, Any]:
-        """Return which cluster this scheduler belongs to, and its protocol."""
+        """Return which cluster this scheduler belongs to, its session, and its protocol."""
         return {
             "protocol": protocol.PROTOCOL,
             "cluster": self._cluster,
             "record": self._record,
             "number": self._file.number,
+            "session": os.environ.get("CDSW_ENGINE_ID"),
         }
 
     @checked

@@ -77,32 +77,38 @@ class CMLScheduler(CMLProcess):
         await super().start()
         self.address = await first_of(self._wait_for_answer(), self._watch_session())
         self._has_run = True
-        await self._takes_another()
         self.info = {**self.info, "status": "running"}  # the platform's last list may be older
         self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
 
     async def _watch_session(self) -> None:
         while True:
             listing = await self.api.sessions()
-            if self.update(listing) and not await self._takes_another():
+            if not self.update(listing):
+                continue
+            ended = self.session_id
+            try:
+                self._take(await asyncio.to_thread(self._started_session))
+            except (OSError, ValueError, CMLError) as error:  # it is read again until the answer is late
+                logger.info("Session of the scheduler not read: %r", error)
+                continue
+            if self.session_id == ended:
                 raise SessionFailed(await self.failure("ended before its scheduler answered"))
 
-    async def _takes_another(self) -> bool:
-        """Take the session that has started as this scheduler, if another one was known. Return whether.
-
-        A launch whose answer was lost may have launched it.
-        """
+    def _started_session(self) -> str | None:
+        """Return the session that has started as this scheduler. None: no session has."""
         file = self.place.folder / STARTED_FOLDER / quote(f"{SCHEDULER}-{self.place.number}", safe="")
         try:
-            started = (await asyncio.to_thread(read_file, file)).decode()
-        except (OSError, ValueError, CMLError):
-            return False
-        if not is_session_id(started) or started == self.session_id:
-            return False
-        logger.info("Session %s of the scheduler used instead of %s", started, self.session_id)
-        self.api.adopt(started, self.plan.name)
-        self.info = {"id": started}
-        return True
+            return read_file(file).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def _take(self, session: object) -> None:
+        """Take the session in which the scheduler runs, perhaps that of a launch whose answer was lost."""
+        if not is_session_id(session) or session == self.session_id:
+            return
+        logger.info("Session %s of the scheduler used instead of %s", session, self.session_id)
+        self.api.adopt(session, self.plan.name)
+        self.info = {"id": session}
 
     async def _wait_for_answer(self) -> str:
         while True:
@@ -143,7 +149,10 @@ class CMLScheduler(CMLProcess):
             return False
         if record is None or not isinstance(answer, dict):
             return record is None
-        return (answer.get("record"), answer.get("number")) == (record, self.place.number)
+        if (answer.get("record"), answer.get("number")) != (record, self.place.number):
+            return False
+        self._take(answer.get("session"))
+        return True
 
 
 class CMLWorker(CMLProcess):

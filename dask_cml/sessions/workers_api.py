@@ -201,15 +201,18 @@ class WorkersAPI:
         raise answers.refusal(plan.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
-        """Assign a session to its launch. Stop a session that comes too late, or second."""
+        """Assign a session to its launch.
+
+        A session that comes too late, or second, stays in :attr:`live`, and its cluster stops what it does
+        not use: a scheduler may run in it.
+        """
         self.adopt(session["id"], launch.plan.name)
         with self._lock:
             if launch.session is None and not launch.over and not self._ended:
                 launch.session = session
             assigned = launch.session
         if assigned is not session:
-            logger.info("Session %s not used: launched too late for %s", session["id"], launch.plan.name)
-            self._try_to_stop(session["id"])
+            logger.info("Session %s was launched too late for %s", session["id"], launch.plan.name)
         if assigned is None:
             raise CMLError(f"session {session['id']} was launched too late for {launch.plan.name}")
         return assigned
