@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from dask_cml.cancellation import to_the_end
 from dask_cml.checks import is_session_id
@@ -47,23 +48,33 @@ class Journal:
         self._record = record
         self._written = {*record.launches}
         self._waiting = {launch.id for launch in record.launches.values() if launch.waits}
+        #: Launched processes that are not in the record yet.
+        self._entering: list[CMLProcess] = []
+        #: Sessions of no process at the last write.
+        self._unused: set[str] = set()
         #: Why and when sessions ended by themselves, by their ids.
         self._ends: dict[str, tuple[int | None, str]] = {}
         self._lock = asyncio.Lock()
 
+    async def enter(self, process: CMLProcess) -> None:
+        """Write that a session was launched. Callers that wait for each other share one write."""
+        self._entering.append(process)
+        await self._locked(self._enter)
+
     async def write(self, processes: Iterable[CMLProcess]) -> None:
         """Write what has changed. Log errors; the next call tries again.
-
-        Callers that wait for each other share one write.
 
         Parameters
         ----------
         processes : iterable of CMLProcess
             The scheduler and the workers.
         """
+        await self._locked(self._write, {str(process.session_id): process for process in processes})
+
+    async def _locked(self, write: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         try:
             async with self._lock:
-                await self._write({str(process.session_id): process for process in processes})
+                await write(*arguments)
             self.gone = False
         except NoSuchCluster:
             self.gone = True
@@ -73,9 +84,22 @@ class Journal:
         except (OSError, CMLError) as error:
             logger.warning("Record of cluster %s not written: %s", self._record.name, error)
 
+    async def _enter(self) -> None:
+        entering, self._entering = self._entering, []
+        if not entering:
+            return
+        launches = [self._launch(str(process.session_id), process.name, process) for process in entering]
+        await to_the_end(store.write_sessions, self._record, launches, [])
+        self._written.update(launch.id for launch in launches)
+
     async def _write(self, processes: dict[str, CMLProcess]) -> None:
         sessions, now = self._api.live.copy(), int(time.time())
         new = {session: name for session, name in sessions.items() if session not in self._written}
+        # The process of a session may not know of it yet. An engine of a refused launch has no process.
+        unused = new.keys() - processes.keys()
+        for session in unused - self._unused:
+            del new[session]
+        self._unused = unused
         launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
         waiting, begun = set(), set()
         for session, process in processes.items():

@@ -312,7 +312,8 @@ class Keeper:
         self._cluster.workers[name] = worker
         self._cluster._created.add(worker)
         worker._cluster = ref(self._cluster)  # as SpecCluster does
-        await self._journal.write(self.processes)
+        if isinstance(worker, CMLProcess):  # a subclass may use any class
+            await self._journal.enter(worker)
 
     async def succeed(self, record: Record) -> None:
         """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""

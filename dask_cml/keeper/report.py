@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
@@ -55,7 +55,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return it for a message."""
-        return asdict(self)
+        return {**vars(self)}  # asdict() copies all of thousands of sessions
 
     def known_sessions(self) -> list[Session]:
         """Return the sessions, the scheduler's first."""
@@ -63,10 +63,10 @@ class Report:
 
 
 def _to_json(session: Session) -> dict[str, Any]:
-    content = asdict(session)
     # A session waits since its launch. The time of its wait would change with every report.
     return {
-        **content,
+        **vars(session),
+        "size": {**vars(session.size)},
         "since": session.since.timestamp(),
         "waits_for": None,
         "waits": session.waits_for is not None,
