@@ -2,8 +2,8 @@
 
 A session's name consists of its cluster, its worker group and its number: ``mine-0`` in the default group,
 ``mine-gpu-0`` in the group ``gpu``. Its Dask worker has the same name. Several Dask workers of one session
-have the suffixes ``-0``, ``-1`` and so on. No word of a group's name begins with a digit, so names are
-unambiguous.
+have the suffixes ``-0``, ``-1`` and so on. In them, ``.`` stands for a ``-`` before a digit in a group's
+name, so names are unambiguous: ``mine-gpu.1-0`` in the group ``gpu-1``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ DEFAULT_GROUP = "default"
 #: Names that no other group can have: the name of the scheduler's session ends with one.
 RESERVED = (DEFAULT_GROUP, "scheduler")
 
-_WORD = r"[A-Za-z][A-Za-z0-9_]*"
-GROUP_NAME = re.compile(rf"{_WORD}(?:-{_WORD})*", re.ASCII)
-_WORKER = re.compile(rf"-(?:({GROUP_NAME.pattern})-)?([0-9]{{1,9}})(?:-[0-9]{{1,9}})?", re.ASCII)
+_REST = r"[A-Za-z0-9_]*"
+GROUP_NAME = re.compile(rf"[A-Za-z]{_REST}(?:-[A-Za-z0-9]{_REST})*", re.ASCII)
+_GROUP = rf"[A-Za-z]{_REST}(?:-[A-Za-z]{_REST}|\.[0-9]{_REST})*"
+_WORKER = re.compile(rf"-(?:({_GROUP})-)?([0-9]{{1,9}})(?:-[0-9]{{1,9}})?", re.ASCII)
+_BEFORE_DIGIT = re.compile("-(?=[0-9])")
 
 
 def session_name(cluster: str, group: str, number: int) -> str:
@@ -27,10 +29,12 @@ def session_name(cluster: str, group: str, number: int) -> str:
 
     Examples
     --------
-    >>> session_name("mine", "default", 0), session_name("mine", "gpu", 3)
-    ('mine-0', 'mine-gpu-3')
+    >>> session_name("mine", "default", 0), session_name("mine", "gpu", 3), session_name("mine", "gpu-1", 3)
+    ('mine-0', 'mine-gpu-3', 'mine-gpu.1-3')
     """
-    return f"{cluster}-{number}" if group == DEFAULT_GROUP else f"{cluster}-{group}-{number}"
+    if group == DEFAULT_GROUP:
+        return f"{cluster}-{number}"
+    return f"{cluster}-{_BEFORE_DIGIT.sub('.', group)}-{number}"
 
 
 def dask_names(session: str, processes: int) -> list[str]:
@@ -69,4 +73,4 @@ def read_name(cluster: str, name: str) -> tuple[str, int] | None:
     match = _WORKER.fullmatch(name.removeprefix(cluster)) if name.startswith(cluster) else None
     if match is None or match[1] in RESERVED:
         return None
-    return match[1] or DEFAULT_GROUP, int(match[2])
+    return (match[1] or DEFAULT_GROUP).replace(".", "-"), int(match[2])

@@ -9,7 +9,7 @@ import pytest
 from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, dask_names, read_name, session_name
 
 CLUSTERS = ("mine", "mine-gpu", "mine-0", "a b", "ü-1")
-GROUPS = (DEFAULT_GROUP, "gpu", "big-memory", "g2", "A_b-c")
+GROUPS = (DEFAULT_GROUP, "gpu", "big-memory", "g2", "A_b-c", "gpu-1", "gpu-1-0", "a-2b-c-3")
 
 
 @pytest.mark.parametrize("processes", [1, 2, 12])
@@ -47,6 +47,6 @@ def test_other_names_are_those_of_no_session(name):
     assert read_name("mine", name) is None
 
 
-@pytest.mark.parametrize("name", ["", "0", "0gpu", "gpu-0", "gpu-", "-gpu", "g p", "gpü", "gpu\n", "a/b"])
+@pytest.mark.parametrize("name", ["", "0", "0gpu", "gpu.0", "gpu-", "-gpu", "g p", "gpü", "gpu\n", "a/b"])
 def test_no_group_has_a_name_of_two_readings(name):
     assert GROUP_NAME.fullmatch(name) is None
