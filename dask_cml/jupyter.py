@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import dask
 from distributed.core import Status
 from jupyter_server.extension.application import ExtensionApp
 from tornado.ioloop import IOLoop
@@ -23,10 +24,13 @@ from dask_cml.errors import CMLError
 from dask_cml.keeper.adaptive import CMLAdaptive
 from dask_cml.observers import Observed, ObservedCluster, Observers
 from dask_cml.records.record import Record
-from dask_cml.sessions.here import this_user
+from dask_cml.sessions.here import this_session, this_user
 
 #: The sidebar identifies a cluster by an id, which should not change when the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
+
+#: The options of clusters that NEW creates, as dask-labextension has them in its configuration.
+_OF_NEW = {"forward-dashboard": True}
 
 
 class SidebarExtension(ExtensionApp):
@@ -51,6 +55,7 @@ class SidebarExtension(ExtensionApp):
                 "it created. To check it, run `dask cml doctor`"
             )
             return
+        make_cml_clusters()
         self._sidebar = Sidebar(manager, self.interval)
         self._sidebar.start()
 
@@ -78,6 +83,18 @@ def find_manager(settings: Mapping[str, Any]) -> Any:
     manager = settings.get("dask_cluster_manager", getattr(module, "manager", None))
     parts = [getattr(manager, name, None) for name in ("_clusters", "_cluster_names", "_adaptives")]
     return manager if all(isinstance(part, dict) for part in parts) else None
+
+
+def make_cml_clusters() -> None:
+    """Let NEW create a CMLCluster where it can, unless the user has configured another cluster.
+
+    Otherwise dask-labextension creates a LocalCluster in the session of the Jupyter server.
+    """
+    can_launch = this_session() is not None or dask.config.get("cml.platform", None) == "local"
+    is_configured = dask.config.get("labextension.factory", None, config=dask.config.collect())
+    if can_launch and not is_configured:
+        factory = {"module": "dask_cml", "class": "CMLCluster", "args": [], "kwargs": _OF_NEW}
+        dask.config.set({"labextension.factory": factory})
 
 
 class ListedCluster(ObservedCluster):

@@ -30,6 +30,27 @@ pytestmark = pytest.mark.usefixtures("no_nannies")
 FACTORY = {"n-workers": 1, "forward-dashboard": True, "worker-args": ["--no-nanny"]}
 
 
+@pytest.mark.parametrize(
+    ("session", "configured", "made"),
+    [
+        ("abcdefgh12345678", None, "CMLCluster"),
+        (None, None, "LocalCluster"),
+        ("x", "LocalCluster", "LocalCluster"),
+    ],
+)
+def test_new_makes_a_cluster_of_ours_unless_another_one_is_configured(monkeypatch, session, configured, made):
+    monkeypatch.delenv("CDSW_ENGINE_ID", raising=False)
+    for name, value in {"CDSW_ENGINE_ID": session, "DASK_LABEXTENSION__FACTORY__CLASS": configured}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    default = {"module": "dask.distributed", "class": "LocalCluster", "args": [], "kwargs": {}}
+    with dask.config.set({"labextension.factory": default, "cml.platform": "auto"}):
+        jupyter.make_cml_clusters()
+        assert dask.config.get("labextension.factory.class") == made
+        kwargs = dask.config.get("labextension.factory.kwargs")
+    assert ("forward-dashboard" in kwargs) == (made == "CMLCluster")
+
+
 @pytest.fixture(scope="module")
 def server(shared_platform, tmp_path_factory):
     """A Jupyter server that most tests share."""
