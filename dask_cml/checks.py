@@ -12,7 +12,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -55,7 +55,7 @@ def of_type(argument: str, value: Any, expected: str) -> str:
     return f"invalid {argument} of type {type(value).__name__}: expected {expected}"
 
 
-def nearest(name: str, names: Collection[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
     """Return what is expected instead of an unknown name."""
     near = difflib.get_close_matches(name, names, n=1)
     return near[0] if near else f"one of {', '.join(names)}"
@@ -153,8 +153,8 @@ def memory_reserve(argument: str, value: Any, memory: float) -> float:
     return float(_valid(argument, reserve, reserve < memory, f"less than memory={memory:g} GiB"))
 
 
-def scratch(argument: str, value: Any) -> float:
-    """Check a size of local disk, and return it in GiB. Return 0 if it is unlimited."""
+def gibibytes_or_none(argument: str, value: Any) -> float:
+    """Check an amount of disk, and return it in GiB. Return 0 for ``"none"``."""
     if value in (None, "none", 0) and value is not False:
         return 0.0
     return gibibytes(argument, value, 'GiB as a number above 0, a string such as "10 GB", or "none"')
@@ -211,7 +211,7 @@ def text(argument: str, value: Any) -> str:
 def group_name(argument: str, value: Any) -> str:
     """Check the name of a worker group other than the default group."""
     expected = (
-        f"at most {_GROUP_LENGTH} letters and digits, in words that begin with a letter and are joined by '-'"
+        f"at most {_GROUP_LENGTH} letters and digits, the first a letter, in words that are joined by '-'"
     )
     _typed(argument, value, str, expected)
     _valid(argument, value, GROUP_NAME.fullmatch(value) and len(value) <= _GROUP_LENGTH, expected)

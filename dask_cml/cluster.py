@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import dask
 from dask.utils import parse_timedelta
 from distributed.comm.core import Comm
 from distributed.core import Status
@@ -22,11 +23,12 @@ from distributed.objects import SchedulerInfo
 from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
+from tornado.ioloop import PeriodicCallback
 
 from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.display import describe, escaped, render, status_of
-from dask_cml.errors import CMLError, without_frames
+from dask_cml.errors import CMLError, checks_arguments, without_frames
 from dask_cml.keeper.adaptive import CMLAdaptive
 from dask_cml.keeper.at_exit import no_longer_end_at_exit
 from dask_cml.keeper.kept_cluster import KeptCluster
@@ -35,6 +37,7 @@ from dask_cml.options import Amounts, Options, SessionSize, arguments_of, refuse
 from dask_cml.options.limits import check_new, check_room, room
 from dask_cml.output import Logger
 from dask_cml.records import store
+from dask_cml.records.history import kept_logs
 from dask_cml.records.record import cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions import tls
@@ -207,6 +210,7 @@ class CMLCluster(KeptCluster):
     3
     """
 
+    @checks_arguments
     def __init__(
         self,
         n_workers: int | None = None,
@@ -291,6 +295,7 @@ class CMLCluster(KeptCluster):
         self._forwarder: DashboardForwarder | None = None
         self._close_lock = threading.Lock()
         self._shut_down_before_leave = False
+        self._has_sessions_tab = False
         dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
         try:
             super().__init__(options, given, quiet=quiet, **dask_arguments)
@@ -363,6 +368,7 @@ class CMLCluster(KeptCluster):
 
     # -- scaling
 
+    @checks_arguments
     def scale(  # type: ignore[override]  # as in SpecCluster
         self,
         n: int = 0,
@@ -424,6 +430,7 @@ class CMLCluster(KeptCluster):
         self.groups.resize(group, n, absent)
         self._soon(self._correct_state)
 
+    @checks_arguments
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
         self,
         minimum: float = 0,
@@ -531,6 +538,7 @@ class CMLCluster(KeptCluster):
 
     # -- worker groups
 
+    @checks_arguments
     def add_worker_group(
         self,
         name: str,
@@ -626,6 +634,7 @@ class CMLCluster(KeptCluster):
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
 
+    @checks_arguments
     def delete_worker_group(self, name: str) -> Any:
         """Delete a worker group, and stop all its sessions after moving their data to other workers.
 
@@ -687,7 +696,7 @@ class CMLCluster(KeptCluster):
     @property
     def has_dashboard(self) -> bool:
         """Whether the scheduler has a dashboard. Without it, Dask serves other pages at its port."""
-        listens = "dashboard" in self.scheduler_info.get("services", {})
+        listens = bool(self.scheduler_info.get("has_dashboard"))
         return listens and "--no-dashboard" not in self.options.scheduler_args
 
     @property
@@ -711,6 +720,7 @@ class CMLCluster(KeptCluster):
         """
         return await open_comm(str(self._remote.address), self._remote.connection_args)
 
+    @checks_arguments
     def get_logs(
         self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
     ) -> Any:
@@ -754,6 +764,8 @@ class CMLCluster(KeptCluster):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
         logs = SessionLogs(self.options.name, self.place.folder, self.options.log_directory)
+        if self.status == Status.closed and self.record is not None and not self.options.log_directory:
+            logs = kept_logs(self.record)
         launched = [session.name for session in self.sessions if session.role == "worker"]
         read = await asyncio.to_thread(logs.read, scheduler, workers, launched)
         return Logs({name: Log("\n".join(lines)) for name, lines in (own | read).items()})
@@ -802,9 +814,11 @@ class CMLCluster(KeptCluster):
         text = super().__repr__()
         head, workers, rest = text.partition(", workers=")
         n, threads, rest = rest.partition(", threads=")
-        if description.pending:
-            n += f" ({description.pending})"
-        parts = [f"{head}{workers}{n}{threads}{rest[:-1]}", description.age, description.scheduler]
+        notes = ", ".join(filter(None, [description.pending, description.adapts]))
+        if notes:
+            n += f" ({notes})"
+        parts = [f"{head}{workers}{n}{threads}{rest[:-1]}", description.idle]
+        parts += [description.age, description.scheduler]
         if description.status != "running":
             parts.append(description.status)
         if description.problem:
@@ -813,7 +827,13 @@ class CMLCluster(KeptCluster):
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         description = describe(self)
-        rows = render("cml_sessions.html.j2", cluster=self, description=description, status_of=status_of)
+        rows = render(
+            "cml_sessions.html.j2",
+            cluster=self,
+            description=description,
+            status_of=status_of,
+            lists_sessions=not self._has_sessions_tab,
+        )
         # Dask's template escapes neither the cluster's name nor its workers' names.
         shown = {
             "name": escaped(self.name),
@@ -822,6 +842,33 @@ class CMLCluster(KeptCluster):
         }
         stand_in = type(type(self).__name__, (), shown)()
         return str(Cluster._repr_html_(stand_in, cluster_status=(cluster_status or "") + rows))
+
+    def _widget(self) -> Any:
+        # Cluster._widget (cluster.py:391) writes its HTML again and again, which would close a list in it.
+        is_new = not hasattr(self, "_cached_widget")
+        tab = super()._widget()
+        if is_new and tab is not None:
+            self._add_sessions_tab(tab)
+        return tab
+
+    def _add_sessions_tab(self, tab: Any) -> None:
+        from ipywidgets import HTML
+
+        sessions = HTML()
+        interval = parse_timedelta(dask.config.get("distributed.deploy.cluster-repr-interval"), "ms")
+
+        def update() -> None:
+            sessions.value = render("cml_session_table.html.j2", cluster=self, status_of=status_of)
+
+        def install() -> None:
+            callback = self.periodic_callbacks["cml-sessions"] = PeriodicCallback(update, interval * 1000)
+            callback.start()
+
+        update()
+        tab.children = [*tab.children, sessions]
+        tab.set_title(len(tab.children) - 1, "Sessions")
+        self._has_sessions_tab = True
+        self.loop.add_callback(install)  # type: ignore[union-attr]
 
     @classmethod
     def open(cls) -> list[CMLCluster]:
@@ -920,7 +967,8 @@ class CMLCluster(KeptCluster):
             if timeout is not None:
                 time_left = max(0.01, deadline - time.monotonic())
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        self.note_error(error)
         self._end(shutdown=self.shutdown_on_close)
 
     def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:

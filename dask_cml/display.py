@@ -25,7 +25,7 @@ from distributed.utils import is_kernel
 
 from dask_cml import output
 from dask_cml.sessions.session import CMLProcess, Session
-from dask_cml.words import format_duration, printable, table, waiting, waiting_workers
+from dask_cml.words import adapts, format_duration, printable, table, waiting, waiting_workers
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
@@ -78,6 +78,10 @@ class Description:
         Worker sessions that are not connected yet. Empty if there are none.
     problem : str or None
         The present problem, as a clause.
+    adapts : str
+        The bounds of the default group's adaptive scaling. Empty if it does not adapt.
+    idle : str
+        For how long it has had no tasks. Empty if it has some, or had a moment ago.
     """
 
     status: str
@@ -85,6 +89,8 @@ class Description:
     scheduler: str
     pending: str
     problem: str | None
+    adapts: str
+    idle: str
 
 
 def describe(cluster: Any) -> Description:
@@ -100,7 +106,18 @@ def describe(cluster: Any) -> Description:
         scheduler=_scheduler_words(cluster),
         pending=", ".join(filter(None, pending)),
         problem=cluster.problem,
+        adapts=_adapts_words(cluster),
+        idle=_idle_words(board.idle_since),
     )
+
+
+def _idle_words(since: float | None) -> str:
+    return "" if since is None else f"idle for {format_duration(max(0.0, time.time() - since))}"
+
+
+def _adapts_words(cluster: Any) -> str:
+    limits = cluster.limits()
+    return adapts(limits["minimum"], limits["maximum"]) if limits else ""
 
 
 def _status_words(cluster: Any) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shlex
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -14,22 +17,48 @@ logger = logging.getLogger(__name__)
 _OURS = frozenset({"IPython", "asyncio", "concurrent", "dask_cml", "distributed", "tornado"})
 
 _Error = TypeVar("_Error", bound=BaseException)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_short(error: BaseException) -> list[str]:
+    """Return the lines that IPython shows: the error first, then the frames of the user's code."""
+    shown = [f"{type(error).__name__}: {error}"]
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _package_of(frame) in _OURS:
+            continue
+        [summary] = traceback.StackSummary.extract([(frame, line)])
+        # IPython invents the file name of a notebook's cell.
+        where = f'File "{summary.filename}"' if Path(summary.filename).exists() else "Cell"
+        shown.append(f"  {where}, line {line}, in {summary.name}\n    {summary.line}")
+    return shown
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Let IPython show the errors of a function's arguments in short. Their messages are complete."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            *_, (last, _) = traceback.walk_tb(error.__traceback__)
+            if _package_of(last) == "dask_cml" and not isinstance(error, CMLError):
+                error._render_traceback_ = functools.partial(in_short, error)  # type: ignore[union-attr]
+            raise
+
+    return call
 
 
 class CMLError(RuntimeError):
     """An operation failed on CML or in a session. All errors of dask-cml are subclasses."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows: the error first, then the frames of the user's code."""
-        shown = [f"{type(self).__name__}: {self}"]
-        for frame, line in traceback.walk_tb(self.__traceback__):
-            if str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
-                continue
-            [summary] = traceback.StackSummary.extract([(frame, line)])
-            # IPython invents the file name of a notebook's cell.
-            where = f'File "{summary.filename}"' if Path(summary.filename).exists() else "Cell"
-            shown.append(f"  {where}, line {line}, in {summary.name}\n    {summary.line}")
-        return shown
+        return in_short(self)
 
 
 class NotOnCML(CMLError):
@@ -47,11 +76,13 @@ class LaunchRefused(CMLError):
         CML's error message, or the limit.
     by : str
         Who refused it.
+    advice : str
+        What the user can do, in sentences.
     """
 
-    def __init__(self, name: str, reason: str, by: str = "CML") -> None:
-        super().__init__(f"{by} refused to launch {name}: {reason}")
-        self.reason = reason
+    def __init__(self, name: str, reason: str, by: str = "CML", advice: str = "") -> None:
+        super().__init__(f"{by} refused to launch {name}: {reason}" + (f"\n{advice}" if advice else ""))
+        self.name, self.reason, self.by, self.advice = name, reason, by, advice
 
 
 class SessionFailed(CMLError):

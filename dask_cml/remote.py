@@ -20,6 +20,7 @@ from dask_cml.cancellation import within
 from dask_cml.errors import CMLError
 from dask_cml.rpc import NO_ANSWER, ask, call
 from dask_cml.scheduler.board import BoardGroup
+from dask_cml.scheduler.health import Restart
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
 from dask_cml.validation import validate
@@ -43,8 +44,12 @@ class BoardState:
         What the keeper reports of the sessions, see :class:`dask_cml.keeper.report.Report`.
     moves : int
         Counts the Dask workers that have connected or left.
-    full : str or None
-        Which Dask workers start no tasks because their memory and their disk are full.
+    problem : str or None
+        What is wrong with the Dask workers, as a clause.
+    restarts : sequence of Restart
+        The Dask workers that their nannies have started again lately.
+    idle_since : float or None
+        Since when no task has waited or run, in seconds since 1970. None: some do, or did a moment ago.
     tasks_done : int
         Number of tasks that this scheduler has completed.
     app_url : str or None
@@ -60,7 +65,9 @@ class BoardState:
     leaving: Sequence[str] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
     moves: int = 0
-    full: str | None = None
+    problem: str | None = None
+    restarts: Sequence[Restart] = ()
+    idle_since: float | None = None
     tasks_done: int = 0
     app_url: str | None = None
     age: int = 0

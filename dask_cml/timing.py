@@ -29,6 +29,11 @@ class Timing:
         Pause before a scheduler that did not answer is asked again.
     look, starting_look : float
         Time between two looks of the keeper at its sessions, and while some of them start.
+    pause, restart : float
+        Time for which a Dask worker must be paused until the user is told, and for which the user is told
+        that one was restarted.
+    idle : float
+        Time without tasks after which the user is told that the cluster is idle.
     goodbye : float
         The scheduler's time to inform workers and clients of its end.
     usual_retirement, long_retirement : float
@@ -58,6 +63,9 @@ class Timing:
     retry: float = 1.0
     look: float = 3.0
     starting_look: float = 1.0
+    pause: float = 5.0
+    restart: float = 600.0
+    idle: float = 10.0
     goodbye: float = 3.0
     usual_retirement: float = 2.0
     long_retirement: float = 10.0

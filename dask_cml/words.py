@@ -68,6 +68,11 @@ def format_time(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime(form)
 
 
+def adapts(minimum: int, maximum: int) -> str:
+    """Return the text for the bounds of adaptive scaling."""
+    return f"adapts between {minimum} and {maximum}"
+
+
 def waiting(seconds: float) -> str:
     """Return the text for a session that has waited for room for so many seconds."""
     return f"waiting for room, {format_duration(seconds)}"

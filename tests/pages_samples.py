@@ -52,6 +52,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
         "created": "2030-01-01T10:00:00+00:00",
         "age": 3 * 3600.0,
         "most_age": None,
+        "ends": [],
         "owner": "alice",
         "kept": True,
         "session_hours": 8.25,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from dask_cml.scheduler.activity import Activity
+from dask_cml.scheduler.activity import Activity, Work
 
 BEGIN = 1_790_000_000
 
 
 def watched(activity, seconds, step=5, **now):
     for second in range(0, seconds + 1, step):
-        activity.note(BEGIN + second, **{"wanted": 2, "connected": 2, "busy": 1, "tasks_done": 0, **now})
+        activity.note(BEGIN + second, Work(**{"wanted": 2, "connected": 2, "busy": 1, **now}))
     return asdict(activity)
 
 
@@ -38,6 +38,14 @@ def test_the_next_scheduler_continues_the_sums_of_this_one():
 
 def test_a_clock_that_is_set_back_does_not_reduce_the_sums():
     activity = Activity()
-    activity.note(BEGIN + 100, 1, 1, 1, 0)
-    activity.note(BEGIN, 1, 1, 1, 0)
+    activity.note(BEGIN + 100, Work(1, 1, 1))
+    activity.note(BEGIN, Work(1, 1, 1))
     assert activity.session_seconds == 0
+
+
+def test_tasks_that_come_and_go_between_two_looks_count_as_work():
+    activity = Activity()
+    for second, computed in (0, 0.0), (5, 2.0), (10, 100.0):
+        activity.note(BEGIN + second, Work(wanted=2, connected=2, threads=4, computed=computed))
+    # Two sessions with four threads: 2 s of tasks are 1 s of a session, and 98 s more than there was time.
+    assert (activity.session_seconds, activity.busy_seconds) == (20, 1 + 10)

@@ -56,6 +56,10 @@ def shell(*arguments, code=0):
     return result.stdout, result.stderr
 
 
+KEEPER_ADAPTS = "the process that keeps it adapts it, also after this command"
+COMMAND_ADAPTS = "this command adapts it, until Ctrl-C"
+
+
 def run(*arguments, code=0):
     """Run a command in this process, and return its output."""
     result = CliRunner().invoke(cli.cml, [*map(str, arguments)])
@@ -99,7 +103,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     out, err = shell("create", "--name", "mine", "--n-workers", 1, "--env", "A=B=C",
                      "--worker-args", "--lifetime '10 h'")  # fmt: skip
     assert out == "mine\n"
-    assert err.endswith("Cluster mine can run until session mysession ends.\n")
+    assert err.endswith("Cluster mine can run until session mysession ends, or it is idle for 60 min.\n")
     assert err.startswith("Cluster mine started in ")
     assert "\nAddress: cml://mine\nDashboard: http" in err
     options = store.read("mine").options
@@ -113,8 +117,11 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
     assert row["memory"] == 2 * int(Options.read(**options).worker_memory * 2**30)
     header, line = run("list").splitlines()
-    assert header.split() == ["name", "address", "status", "workers", "threads", "memory", "age", "dashboard"]
-    assert line.split()[:5] == ["mine", "cml://mine", "running", "2", "2"]
+    assert header.split() == "name status workers threads memory tasks by age dashboard".split()
+    assert line.split()[:4] == ["mine", "running", "2", "2"]
+    until(lambda: "idle for" in run("list"))
+    ends = "ends       after 60 min without tasks; with session mysession\n"
+    assert ends in run("info", "mine")
 
     about = json.loads(run("info", "mine", "--json"))
     assert set(about["sessions"].values()) == {"scheduler", "mine-0", "mine-1"}
@@ -168,7 +175,9 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     error = run("create", "--n-workers", 3, code=1)
     assert error.startswith("Error: CML refused to launch")
     assert "exceeded quota" in error
-    assert error.count("\n") == 1
+    assert (
+        "Or create the cluster with --n-workers 0 and run `dask cml scale NAME N`: " in error.splitlines()[1]
+    )
     assert not live(platform)
     assert store.records() == []
     platform.configure(quota=None)
@@ -205,7 +214,7 @@ def started(*arguments):
 
 def test_the_keeper_adapts_what_a_command_asks_for(until):
     with CMLCluster(name="mine", quiet=True) as cluster:
-        assert run("adapt", "mine", 1, 2) == "Cluster mine adapts between 1 and 2 workers\n"
+        assert run("adapt", "mine", 1, 2) == f"Cluster mine adapts between 1 and 2 workers: {KEEPER_ADAPTS}\n"
         until(lambda: arrived(cluster) == 1)
         assert limits(cluster) == (1, 2)
 
@@ -234,7 +243,7 @@ def test_only_commands_that_change_a_cluster_keep_it(left):
 @pytest.mark.slow
 def test_a_command_adapts_a_cluster_that_nobody_keeps_until_ctrl_c(platform, left):
     with started("adapt", "mine", 2, 2) as process:
-        assert process.stdout.readline() == "Cluster mine adapts between 2 and 2 workers until Ctrl-C\n"
+        assert process.stdout.readline() == f"Cluster mine adapts between 2 and 2 workers: {COMMAND_ADAPTS}\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
         assert process.stdout.read() == "Cluster mine keeps 2 workers and no longer adapts\n"
@@ -271,7 +280,7 @@ def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
 
 def test_a_command_that_adapts_says_that_another_process_scales(left):
     with started("adapt", "mine", 1, 2) as process:
-        assert process.stdout.readline() == "Cluster mine adapts between 1 and 2 workers until Ctrl-C\n"
+        assert process.stdout.readline() == f"Cluster mine adapts between 1 and 2 workers: {COMMAND_ADAPTS}\n"
         run("scale", "mine", 2)
         code = process.wait(120)
         assert (code, "another process scales it" in process.stderr.read()) == (1, True)
@@ -300,7 +309,7 @@ def test_commands_refuse_more_than_a_limit_and_adapt_without_a_maximum_takes_it(
         assert f"Error: invalid n_workers=3: {words}" in run("create", "--n-workers", 3, code=1)
         added = run("group", "add", "mine", "big", "--n-workers", 3, code=1)
         assert f"Error: invalid n_workers=3: {words}" in added
-        assert run("adapt", "mine", 0) == "Cluster mine adapts between 0 and 2 workers\n"
+        assert run("adapt", "mine", 0) == f"Cluster mine adapts between 0 and 2 workers: {KEEPER_ADAPTS}\n"
 
 
 def test_ctrl_c_in_create_reports_the_stopped_sessions_and_leaves_none(platform, until):
@@ -348,7 +357,7 @@ def test_logs_of_a_cluster_whose_scheduler_is_gone(write_log):
     assert run("logs", "left") == f"{scheduler}\n{worker}"
     assert run("logs", "left", "left-0") == worker
     assert run("logs", "left", "Scheduler") == scheduler
-    assert run("logs", "left", "left-2") == "No logs of cluster left yet\n"
+    assert run("logs", "left", "left-2") == "No logs of left yet\n"
     assert run("logs", "left", "left-0", "left-1", code=1) == (
         "Error: invalid worker 'left-1': expected one of Scheduler, left-0, left-2\n"
     )
@@ -406,11 +415,11 @@ def given(monkeypatch):
     """What CMLCluster is called with; it is not made."""
     calls = []
 
-    def call(**kwargs):
+    def call(self, **kwargs):
         calls.append(kwargs)
         raise ValueError("it is not made")
 
-    monkeypatch.setattr("dask_cml.cluster.CMLCluster", call)
+    monkeypatch.setattr("dask_cml.cluster.CMLCluster.__init__", call)
 
     def given(*arguments):
         assert run("create", *arguments, code=1) == "Error: it is not made\n"

@@ -231,7 +231,8 @@ def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster,
     assert "Start worker at" in logs[first]
     assert [*cluster.get_logs(cluster=False, scheduler=False, workers=first)] == [first]
     assert cluster.get_logs(cluster=False, scheduler=False, workers=False) == {}
-    with pytest.raises(ValueError, match=f"invalid worker 'x': expected one of Scheduler, {first}, {second}"):
+    expected = f"invalid worker 'x': expected one of Scheduler, Cluster, {first}, {second}"
+    with pytest.raises(ValueError, match=expected):
         cluster.get_logs(workers=["x"])
 
 

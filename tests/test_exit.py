@@ -16,6 +16,7 @@ from testbed import faults
 from dask_cml import CMLCluster
 from dask_cml.keeper import at_exit
 from dask_cml.records import store
+from dask_cml.records.history import ended_clusters
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -206,6 +207,8 @@ def test_an_exception_that_nobody_handles_leaves_no_session(platform, all_stoppe
     assert returned == 1
     assert err.count("Traceback") == err.count("ZeroDivisionError: division by zero") == 1
     all_stopped(2)
+    [ended] = ended_clusters()
+    assert ended.why == "closed after ZeroDivisionError: division by zero"
 
 
 WAITS = {
@@ -308,6 +311,8 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
                 both.set()
     class Cluster:
         options = type("", (), {"name": "mine"})
+        def note_error(self, error):
+            assert error is None
         def end_now(self, timeout):
             together.wait(60)
             if self is clusters[0]:  # as from outside, where the main thread gets them

@@ -469,3 +469,86 @@ def test_dead_clusters_are_listed_before_they_are_removed(platform):
     [found] = json.loads(run("--json"))
     assert (found["name"], found["why"]) == ("lab", "its session ended")
     assert not files()
+
+
+# -- what ended it, and its logs
+
+
+async def test_the_history_names_the_exception_that_ended_the_block(locally):
+    with pytest.raises(ZeroDivisionError):
+        async with make(name="lab"):
+            raise ZeroDivisionError("no luck")
+    assert the_only_one().why == "closed after ZeroDivisionError: no luck"
+    own = dict(the_only_one().logs().read(scheduler=False, workers=["Cluster"]))["Cluster"]
+    assert "Traceback (most recent call last):" in own[1]
+    assert own[-1] == "ZeroDivisionError: no luck"
+
+
+async def test_the_logs_of_a_cluster_outlive_it(locally, holds):
+    def fail():
+        print("before the failure")
+        raise ValueError("no luck")
+
+    async with make(name="lab", n_workers=1, cpu=1, memory=1) as cluster:
+        await holds(lambda: arrived(cluster) == 1)
+        async with Client(cluster, asynchronous=True) as client:
+            with pytest.raises(ValueError, match="no luck"):
+                await client.submit(fail, key="train-1")
+    after = await cluster.get_logs()
+    assert [*after] == ["Cluster", "Scheduler", "lab-0"]
+    assert "before the failure" in after["lab-0"]
+    found = the_only_one()
+    assert (found.task_words, [*found.failures]) == ("0 done, 1 failed", ["train-1: ValueError('no luck')"])
+
+    def run(*arguments):
+        result = CliRunner().invoke(cli.cml, [*arguments], catch_exceptions=False)
+        assert result.exit_code == 0
+        return result.output
+
+    logs = await asyncio.to_thread(run, "logs", "lab")
+    assert logs.startswith("Cluster lab ended at ")
+    assert "==> lab-0 <==" in logs
+    assert "before the failure" in logs
+    warnings = await asyncio.to_thread(run, "logs", "lab", "lab-0", "--warnings")
+    assert "Compute Failed" in warnings
+    assert " - INFO - " not in warnings
+    tail = await asyncio.to_thread(run, "logs", "lab", "--tail", "1")
+    assert [line[:4] for line in tail.splitlines() if line.startswith("==>")] == ["==> "] * 2
+    assert len(tail.splitlines()) == 1 + 2 * 2 + 1  # a headline, two logs, an empty line between
+    shown = await asyncio.to_thread(run, "history", "lab")
+    assert "tasks      0 done, 1 failed\n" in shown
+    assert "failed     train-1: ValueError('no luck')\n" in shown
+    assert "logs       dask cml logs lab\n" in shown
+
+
+def logged(name, size, ago=0.0):
+    """Write the record of a dead cluster whose scheduler has written a log, and remember it."""
+    record = dead_record(name)
+    (record.folder / f"{name}-scheduler.log").write_bytes(b"x" * size)
+    history.remember(record)
+    store.remove(record)
+    for path in (state_directory() / ".history").glob(f"{record.id}*"):
+        os.utime(path, (time.time() - ago,) * 2)
+    return record
+
+
+def test_only_the_newest_logs_are_kept(state):
+    with dask.config.set({"cml.history.logs": "25 kB"}):
+        records = [logged(name, 10_000, ago) for name, ago in (("a", 300), ("b", 200), ("c", 0))]
+    kept = [bool(history.kept_logs(record).paths()) for record in records]
+    assert kept == [False, True, True]
+    assert len(ended_clusters()) == 3
+    with dask.config.set({"cml.history.keep": 2}):
+        logged("d", 10)
+    folders = [path for path in (state_directory() / ".history").iterdir() if path.is_dir()]
+    assert len(folders) == len(files()) == 2
+
+
+@pytest.mark.parametrize(("most", "kept"), [("none", None), ("200 MB", 2**20), ("1000 B", 1000)])
+def test_of_a_large_log_the_end_is_kept(state, most, kept):
+    with dask.config.set({"cml.history.logs": most}):
+        record = logged("a", 3 * 2**20)
+    logs = history.kept_logs(record).paths()
+    assert ([path.stat().st_size for path in logs.values()] or [None]) == [kept]
+    for path in logs.values():
+        assert path.stat().st_mode & 0o777 == 0o600

@@ -176,8 +176,8 @@ async def test_an_invalid_address_is_a_problem_of_its_own_cluster_only(cluster, 
 async def test_the_numbers_of_a_running_cluster_are_those_in_its_schedulers_file(
     cluster, scheduler, unreachable
 ):
-    full = "worker a-0 has spilled"
-    present = Present(workers=3, groups={"default": 3}, threads=6, memory=2**30, full=full)
+    problem = "worker a-0 has spilled"
+    present = Present(workers=3, groups={"default": 3}, threads=6, memory=2**30, problem=problem)
     async with scheduler() as running:
         records = [
             cluster(running.address, workers=present),
@@ -190,7 +190,7 @@ async def test_the_numbers_of_a_running_cluster_are_those_in_its_schedulers_file
         {"default": 3},
         6,
         2**30,
-        full,
+        problem,
     ]
     assert [second[name] for name in ("status", "workers", "groups", "threads", "memory")] == [
         "not answering",

@@ -122,7 +122,8 @@ async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(
             gone = first
             await holds(lambda old=workers: cluster.scheduler_info["workers"].keys() - old)
         await holds(lambda others=others: kill_order(session)[1] == others and arrived(cluster) == 1)
-        assert log_of(cluster) == ""
+        for line in log_of(cluster).splitlines():
+            assert line.startswith("Cluster mine: worker mine-0 was restarted: its process ended; it crashed")
 
 
 @pytest.fixture(params=["process", "session"])
@@ -198,5 +199,43 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
             lost = before - {each.id for each in cluster.sessions}
             assert len(lost) <= (0 if over_memory == "process" else 2)
         for line in log_of(cluster).splitlines():
-            assert re.match(r"Worker mine-\d+ lost: out of memory, .* GiB", line), line
+            lost = r"Worker mine-\d+ lost: out of memory, .* GiB"
+            restarted = r"Cluster mine: worker mine-\d+(-\d)? was restarted: "
+            assert re.match(f"{lost}|{restarted}", line), line
         print(over_memory, processes, nanny, log_of(cluster), sep="\n")
+
+
+# -- what users read
+
+
+async def test_a_task_that_takes_too_much_is_named_where_its_user_looks(platform, holds):
+    def grow():
+        import time
+
+        blocks = []
+        while len(blocks) < 100:
+            blocks.append(b"1" * (20 << 20))
+            time.sleep(0.05)
+
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+        async with (
+            make(name="mine", n_workers=1, memory=1, cpu=1) as cluster,
+            Client(cluster, asynchronous=True) as client,
+            make(name="mine", create_mode="connect") as remote,
+        ):
+            with pytest.raises(KilledWorker):
+                await client.submit(grow, key="train-1")
+            await holds(lambda: "restarted" in log_of(cluster) and "restarted" in str(remote.problem))
+            words = (
+                r"worker mine-0 was restarted: out of memory, 0\.\d\d of 0\.73 GiB while it ran `train-1`; "
+                r"give workers more memory \(memory=\) or fewer threads \(nthreads=\), or work on smaller "
+                r"chunks"
+            )
+            assert re.fullmatch(f"Cluster mine: {words}", log_of(cluster))
+            assert re.search(f"problem: {words}", repr(cluster))
+            assert re.fullmatch(words, remote.problem)
+            await client.restart()  # which nobody has to be told
+            await client.wait_for_workers(1)
+            assert await client.submit(sum, [1, 2]) == 3
+        assert len(log_of(cluster).splitlines()) == 1
+        assert re.search(words, (await cluster.get_logs())["Cluster"])

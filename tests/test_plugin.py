@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -95,7 +96,8 @@ async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
 # -- the board
 
 
-async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path):
+async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")
     folder = prepare(tmp_path / "mine", number=3)
     async with scheduler_in(folder, number=3) as running, rpc(running.address) as comm:
         assert await comm.cml_hello() == {
@@ -103,6 +105,7 @@ async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path):
             "cluster": "mine",
             "record": RECORD,
             "number": 3,
+            "session": "abcdefgh12345678",
         }
 
 
@@ -266,7 +269,24 @@ async def test_watchers_hear_that_dask_workers_connect_and_leave(scheduler, comm
         assert (await comm.cml_last(names=["mine-0", "mine-1"])).keys() == {"mine-0"}
 
 
-async def test_watchers_are_told_when_a_worker_becomes_full_after_it_has_paused(scheduler, comm):
+async def test_watchers_are_told_of_a_worker_that_stays_paused(scheduler, comm, monkeypatch):
+    monkeypatch.setattr(timing, "pause", 0.5)
+    async with Worker(scheduler.address, name="mine-0", memory_limit="64 GiB", dashboard=False) as worker:
+        board = await comm.cml_watch(**WATCH)
+        assert board["problem"] is None
+        worker.periodic_callbacks["memory_monitor"].stop()
+        worker.status = Status.paused
+        while board["problem"] is None:
+            board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
+        words = r"worker mine-0 is paused and starts no tasks: \d+\.\d\d of \d+\.\d\d GiB memory are used; "
+        assert re.match(words, board["problem"])
+        worker.status = Status.running
+        while board["problem"] is not None:
+            board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
+
+
+async def test_watchers_are_told_when_a_worker_becomes_full_after_it_has_paused(scheduler, comm, monkeypatch):
+    monkeypatch.setattr(timing, "pause", 0.0)
     async with Worker(scheduler.address, name="mine-0", memory_limit=0, dashboard=False) as worker:
         worker.periodic_callbacks["heartbeat"].stop()
         state = scheduler.workers[worker.address]
@@ -274,11 +294,11 @@ async def test_watchers_are_told_when_a_worker_becomes_full_after_it_has_paused(
         state.metrics["spilled_bytes"] = {"memory": 0, "disk": 0}
         worker.status = Status.paused
         board = await comm.cml_watch(**WATCH)
-        assert board["full"] is None
+        assert board["problem"] is None
         state.metrics["spilled_bytes"] = {"memory": 9 * 10**9, "disk": 9 * 10**9}
-        while board["full"] is None:
+        while board["problem"] is None:
             board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
-        assert board["full"].startswith("worker mine-0 has spilled 9.0 of 10.0 GB and is paused")
+        assert board["problem"].startswith("worker mine-0 has spilled 9.0 of 10.0 GB and is paused")
 
 
 async def test_a_worker_whose_session_gets_notice_is_named_until_it_has_left(scheduler, comm):

@@ -229,8 +229,17 @@ def test_a_reason_is_the_same_however_many_tasks_it_holds_up():
     assert [*unrunnable(two, []).values()] == ["2 tasks need FPGA=2, GPU=1, which no worker group offers"]
 
 
-def test_tasks_that_run_and_plain_ones_are_no_trouble():
-    assert not unrunnable(Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply(adapts=False)]), [])
+def test_tasks_that_run_or_wait_for_workers_are_no_trouble():
+    tasks = [work(3, FPGA=1), work(3, unrunnable=3)]
+    assert not unrunnable(Snapshot(tasks, [supply(adapts=False, target=1)]), [])
+    assert not unrunnable(Snapshot(tasks, [supply()]), [])  # it adapts
+
+
+def test_tasks_wait_for_ever_in_a_cluster_without_workers():
+    snapshot = Snapshot([work(3, unrunnable=3)], [supply(adapts=False), gpus(adapts=False)])
+    assert [*unrunnable(snapshot, []).values()] == [
+        "3 tasks wait, but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
+    ]
 
 
 # -- what it is decided by

@@ -9,7 +9,7 @@ import pytest
 
 from dask_cml.errors import CMLError
 from dask_cml.sessions import session_logs
-from dask_cml.sessions.session_logs import SessionLogs, last_lines, log_path
+from dask_cml.sessions.session_logs import SessionLogs, Warnings, last_lines, log_path
 from dask_cml.wrapper import Log
 
 
@@ -199,3 +199,19 @@ def test_the_last_lines_of_a_session_are_not_those_of_a_lost_one_with_its_name(t
     assert last_lines(tmp_path / "mine-scheduler.log", 15) == ""
     write("mine-scheduler", "two\n", "a")
     assert last_lines(tmp_path / "mine-scheduler.log", 15) == "two"
+
+
+def test_warnings_have_the_lines_that_belong_to_them():
+    lines = """
+2026-11-20 10:00:00,000 - distributed.worker - INFO - Start worker
+2026-11-20 10:00:01,000 - distributed.worker - WARNING - Compute Failed
+Key:       train-1
+ValueError('no luck')
+2026-11-20 10:00:02,000 - distributed.worker - INFO - Stopping worker
+printed by a task
+[memory: 1990000000 of 2000000000 bytes]
+[dask worker exited with status 0]
+[dask worker exited with status 1]
+""".strip().splitlines()
+    is_warning = Warnings()
+    assert [i for i, line in enumerate(lines) if is_warning(line)] == [1, 2, 3, 6, 8]

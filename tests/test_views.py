@@ -290,10 +290,11 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
         "await cluster.close()",
         f"with CMLCluster({options}, quiet=True): pass",
         f"with CMLCluster({options}, scheduler_args=['--preload', 'no_such_module']): pass",
+        f"CMLCluster({options}, cpu='many')",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=240, allow_errors=True).execute()
-    _, sync, _, awaited, _, quiet, failed = [cell.outputs for cell in notebook.cells]
+    _, sync, _, awaited, _, quiet, failed, refused = [cell.outputs for cell in notebook.cells]
     for outputs in (sync, awaited):
         [output] = outputs
         assert re.fullmatch(ENDED, output.data["text/plain"])
@@ -302,6 +303,9 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
     display, error = failed
     assert display.data == {"text/plain": ""}
     assert error.traceback[0].startswith("SessionFailed: ")
+    [error] = refused
+    assert error.traceback[0] == "ValueError: invalid cpu='many': expected a number above 0"
+    assert len(error.traceback) == 2  # and where it was called
 
 
 # -- HTML

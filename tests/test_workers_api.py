@@ -139,7 +139,8 @@ async def test_a_refused_launch_shows_the_reason_and_stops_the_half_created_sess
     stub.refuse(message="failed to launch", k8s_message="exceeded quota: pods")
     with pytest.raises(LaunchRefused) as caught:
         await api.launch(plan("mine"))
-    assert caught.value.reason == "failed to launch. exceeded quota: pods"
+    words = "failed to launch. exceeded quota: pods (the number of your sessions is limited: "
+    assert caught.value.reason == f"{words}fewer, larger workers help)"
     assert "mine" in str(caught.value)
     half_made = [*stub.all][-1]
     assert stub.arguments("stop_workers") == [(half_made,)]

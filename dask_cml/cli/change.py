@@ -42,30 +42,33 @@ _time_limit = click.option(
 )
 
 
-@cml.command()
+@cml.command(context_settings={"ignore_unknown_options": True})  # -1 is a number
 @of_cluster
 @click.argument("n", type=click.IntRange(min=0))
 @_in_group
 @_time_limit
 async def scale(name: str, n: int, group: str, timeout: float) -> None:
-    """Scale a cluster to N worker sessions, and wait until they are connected."""
+    """Scale a cluster to N worker sessions.
+
+    The command waits until the workers are connected.
+    """
     async with connected(name) as cluster:
         await cluster.scale(n, worker_group=group)
         await wait_for_scale(cluster, n, group, timeout)
     click.echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
 
 
-@cml.command()
+@cml.command(context_settings={"ignore_unknown_options": True})
 @of_cluster
 @click.argument("minimum", type=click.IntRange(min=0))
 @click.argument("maximum", type=click.IntRange(min=0), required=False)
 @_in_group
 async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> None:
-    """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions.
+    """Let a cluster scale with its workload.
 
-    Without MAXIMUM, the cluster takes the limit of the site, or 100.
-    The process that keeps the cluster adapts it, such as the notebook that created it. If there is none, this
-    command does until Ctrl-C; the cluster then keeps its workers.
+    It gets at least MINIMUM and at most MAXIMUM worker sessions. Without MAXIMUM, the cluster takes the
+    limit of the site, or 100. The process that keeps the cluster adapts it, such as the notebook that
+    created it. If there is none, this command does until Ctrl-C; the cluster then keeps its workers.
     """
     from distributed.core import Status
 
@@ -75,8 +78,10 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             await cluster.written()
             adapts_here = cluster.keeps
             bounds = f"{adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-            until = " until Ctrl-C" if adapts_here else ""
-            click.echo(f"Cluster {name} adapts between {bounds}{until}")
+            who = "this command adapts it, until Ctrl-C"
+            if not adapts_here:
+                who = "the process that keeps it adapts it, also after this command"
+            click.echo(f"Cluster {name} adapts between {bounds}: {who}")
             while cluster.keeps and cluster.limits(group) == adaptive.limits:
                 show(_present(cluster, cluster.target(group), group))
                 await asyncio.sleep(_INTERVAL)
@@ -215,7 +220,7 @@ async def list_groups(name: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--all", "everything", is_flag=True, help="Delete all clusters of the project.")
 async def delete(names: Sequence[str], everything: bool) -> None:
-    """Delete clusters: stop all their sessions and remove their records."""
+    """Delete clusters, and stop all their sessions."""
     from dask_cml.records import operations, store
 
     if bool(names) == everything:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from dask_cml.advice import for_shell
 from dask_cml.errors import CMLError
 from dask_cml.words import first_line, printable, table
 
@@ -32,7 +33,10 @@ class _Commands(click.Group):
         except BrokenPipeError:  # click knows what to do
             raise
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
-            raise click.ClickException(first_line_of(error)) from error
+            text = for_shell(first_line_of(error), "NAME")
+            if advice := getattr(error, "advice", ""):
+                text += f"\n{for_shell(advice, 'NAME')}"
+            raise click.ClickException(text) from error
         finally:
             show()
 

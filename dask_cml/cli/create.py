@@ -11,10 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dask_cml.advice import for_shell
 from dask_cml.cli.console import cml
 
 if TYPE_CHECKING:
     from dask_cml.options.table import Option
+
+
+#: What help shows for the values of options, by their checks or JSON types.
+_METAVARS = {
+    "array": "ARGUMENTS",
+    "gibibytes": "SIZE",
+    "gibibytes_or_none": "SIZE",
+    "integer": "INT",
+    "memory_reserve": "SIZE",
+    "number": "NUMBER",
+    "object": "NAME=VALUE",
+    "seconds": "DURATION",
+    "seconds_or_none": "DURATION",
+}
 
 
 class OptionsCommand(click.Command):
@@ -72,7 +87,7 @@ def _option(option: Option, grouped: bool) -> click.Option:
         [f"--{key}/--no-{key}" if kind == "boolean" else f"--{key}"],
         default=None,
         help=text,
-        metavar={"array": "ARGUMENTS", "object": "NAME=VALUE"}.get(kind),
+        metavar=_METAVARS.get(option.check) or _METAVARS.get(kind),
         multiple=kind == "object",
         type=click.Choice(option.enum) if option.enum else None,
     )
@@ -96,25 +111,32 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @cml.command(cls=OptionsCommand)
 def create(**options: Any) -> None:
-    """Create a cluster that keeps running when this command ends, and print its name.
+    """Create a cluster, and print its name.
 
-    The command waits until the scheduler answers and CML grants the workers. The cluster can run until the
-    CML session of this command ends.
+    The cluster keeps running when this command ends. The command waits until the scheduler answers and
+    CML grants the workers. The cluster can run until the CML session of this command ends.
     """
+    from dask_cml import output
     from dask_cml.cluster import CMLCluster
     from dask_cml.options.unattended import unattended
     from dask_cml.sessions.here import lifetime
 
+    class ShellCluster(CMLCluster):
+        """A cluster whose words are read in a shell."""
+
+        def _say(self, text: str) -> None:
+            output.say(for_shell(text, self.options.name))
+
     # The name alone goes to standard output, for scripts.
     with contextlib.redirect_stdout(sys.stderr):
-        cluster = CMLCluster(**unattended(given(options)), quiet=False, silence_logs="WARNING")
+        cluster = ShellCluster(**unattended(given(options)), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.outlive_this_process)
     click.echo(cluster.name)
     click.echo(f"Address: {cluster.scheduler_address}", err=True)
     if cluster.dashboard_link:
         click.echo(f"Dashboard: {cluster.dashboard_link}", err=True)
-    click.echo(f"{lifetime(cluster.name)}.", err=True)
+    click.echo(f"{lifetime(cluster.name, cluster.options.idle_timeout)}.", err=True)
     cluster.leave()
 
 
@@ -132,10 +154,10 @@ def create(**options: Any) -> None:
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
 async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
-    """Serve a page of all clusters of the project, and keep the clusters created there.
+    """Serve a page of all clusters of the project.
 
-    The command runs until Ctrl-C or SIGTERM, and then stops the clusters that it created. In CML, run it as
-    an Application.
+    The command keeps the clusters that are created there. The command runs until Ctrl-C or SIGTERM, and
+    then stops the clusters that it created. In CML, run it as an Application.
     """
     from dask_cml.serve.servers import serve as serve_page
 

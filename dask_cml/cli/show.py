@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,8 @@ import click
 
 from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
 from dask_cml.errors import CMLError
-from dask_cml.words import format_duration, format_time, printable, waiting
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.words import adapts, format_duration, format_time, printable, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 #: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
 _PATIENCE = 5.0
-_COLUMNS = ("name", "address", "status", "workers", "threads", "memory", "age", "dashboard")
+_COLUMNS = ("name", "status", "workers", "threads", "memory", "tasks", "by", "age", "dashboard")
 
 
 @cml.command(name="list")
@@ -43,7 +46,9 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a cluster's row, with the sessions that wait for room."""
     from dask.utils import format_bytes
 
-    shown = row | {"age": format_duration(row["age"])}
+    shown = row | {"age": format_duration(row["age"]), "tasks": None}
+    if row["status"] == "running":
+        shown["tasks"] = "busy" if row["idle"] is None else f"idle for {format_duration(row['idle'])}"
     if row["memory"] is not None:
         shown["memory"] = format_bytes(row["memory"])
     cells = {column: "-" if shown[column] is None else str(shown[column]) for column in _COLUMNS}
@@ -53,6 +58,8 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
             cells["status"] += f", {words}"
         else:
             cells["workers"] += f" ({row['waiting']} {words})"
+    if DEFAULT_GROUP in row["adapts"]:
+        cells["workers"] += f" ({adapts(*row['adapts'][DEFAULT_GROUP])})"
     return cells
 
 
@@ -79,7 +86,9 @@ async def info(name: str, as_json: bool) -> None:
         print_json(row | {"sessions": sessions, "owners": owners})
         return
     values = _cells(row) | {
+        "address": row["address"],
         "problem": row["problem"],
+        "ends": "; ".join(row["ends"]),
         "scheduler": row["scheduler"],
         "created": row["created"],
         "folder": row["folder"],
@@ -91,7 +100,9 @@ async def info(name: str, as_json: bool) -> None:
         amounts = {name: options.get(name) for name in ("cpu", "memory", "nvidia_gpu")}
         sizes = [f"{name}={n:g}" for name, n in amounts.items() if isinstance(n, (int, float))]
         connected = (row["groups"] or {}).get(group, "-")
-        lines.append(("group", f"{group}  {connected} Dask workers connected, {' '.join(sizes)}"))
+        bounds = f", {adapts(*row['adapts'][group])}" if group in row["adapts"] else ""
+        noun = "Dask worker" if connected == 1 else "Dask workers"
+        lines.append(("group", f"{group}  {connected} {noun} connected{bounds}, {' '.join(sizes)}"))
     for session, role in sessions.items():
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
         lines.append(("session", f"{session}  {role}{owner}"))
@@ -104,9 +115,10 @@ async def info(name: str, as_json: bool) -> None:
 @click.option("--by", metavar="USER", help="Only clusters that this user created.")
 @as_json
 async def ended(name: str | None, since: str | None, by: str | None, as_json: bool) -> None:
-    """List the clusters of the project that have ended, or show the last one called NAME.
+    """List the clusters that have ended, or show one.
 
-    Times are in UTC. The hours are sums over all sessions. Costs appear if the site has set prices.
+    With NAME, the command shows the last cluster with this name. Times are in UTC. The hours are sums
+    over all sessions. Costs appear if the site has set prices.
     """
     from dask_cml.checks import seconds
     from dask_cml.records import operations
@@ -163,11 +175,14 @@ def _print_one(cluster: EndedCluster) -> None:
         "created": format_time(cluster.created),
         "ended": f"{format_time(cluster.ended)}, after {format_duration(cluster.duration)}",
         "why": cluster.why,
-        "tasks": f"{cluster.tasks_done:,} done",
+        "tasks": cluster.task_words,
         "workers": f"{cluster.most_workers} at most; {cluster.idle_words}",
         "cost": None if cost is None else f"{cost:,.2f}",
     }
-    _print(values.items(), cluster.usage)
+    lines = [*values.items(), *(("failed", failure) for failure in cluster.failures)]
+    if cluster.logs().paths():
+        lines.append(("logs", f"dask cml logs {shlex.quote(cluster.name)}"))
+    _print(lines, cluster.usage)
 
 
 def _print(lines: Iterable[tuple[str, str | None]], usage: Usage) -> None:
@@ -183,34 +198,83 @@ def _print(lines: Iterable[tuple[str, str | None]], usage: Usage) -> None:
 @click.option(
     "-f", "--follow", is_flag=True, help="Print new lines until Ctrl-C, or until the cluster shuts down."
 )
-def logs(name: str, workers: Sequence[str], follow: bool) -> None:
-    """Print the logs of the scheduler and of all workers, also of workers that have stopped.
+@click.option("--tail", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each log.")
+@click.option("--warnings", is_flag=True, help="Only warnings and errors.")
+def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warnings: bool) -> None:
+    """Print the logs of a cluster, also after its end.
 
-    WORKER is the name of a worker, or "Scheduler". Default: all.
+    These are the logs of the cluster, its scheduler and its workers. WORKER is the name of a worker,
+    "Cluster" or "Scheduler". Default: all.
     """
-    from dask_cml.records import operations, store
+    from dask_cml.records import history, operations, store
 
-    record = store.read(name)
-    session_logs = operations.session_logs(record)
-    launched = [key for key in record.sessions.values() if key != "scheduler"]
+    record = store.find(name)
+    if record is None:
+        ended = [cluster for cluster in history.ended_clusters() if cluster.name == name]
+        if not ended:
+            store.read(name)  # says which clusters exist
+        session_logs, launched = ended[0].logs(), []
+        click.echo(f"Cluster {name} ended at {format_time(ended[0].ended)}: {ended[0].why}", err=True)
+    else:
+        session_logs = operations.session_logs(record)
+        launched = [key for key in record.sessions.values() if key != "scheduler"]
     chosen = session_logs.choose(workers, launched) if workers else None
-    last_session = None
-    while True:
-        follows = follow and store.find_again(record) is not None
-        for session, line in session_logs.lines(chosen, whole=not follows):
-            if session != last_session:
-                if last_session is not None:
-                    click.echo()
-                click.echo(printable(f"==> {session} <=="))
-                last_session = session
-            click.echo(printable(line))
-        if not follows:
+    printer = _LogPrinter(warnings)
+    printer.print(session_logs.lines(chosen, whole=not follow), tail)
+    while follow and record is not None:
+        runs = store.find_again(record) is not None
+        printer.print(session_logs.lines(chosen, whole=not runs))
+        if not runs:
             break
         time.sleep(_FOLLOW_INTERVAL)
-    if last_session is None:
-        click.echo(f"No logs of cluster {name} yet", err=True)
-    if follow:
+    if not printer.has_printed:
+        what = "warnings" if warnings else "logs"
+        click.echo(f"No {what} of cluster {name}" if record is None else f"No {what} of {name} yet", err=True)
+    if follow and record is not None:
         click.echo(f"Cluster {name} shut down", err=True)
+
+
+class _LogPrinter:
+    """Prints lines of several logs, below the names of their sessions."""
+
+    def __init__(self, only_warnings: bool) -> None:
+        self._only_warnings = only_warnings
+        self._warnings: dict[str, Callable[[str], bool]] = {}
+        self._last: str | None = None
+
+    @property
+    def has_printed(self) -> bool:
+        return self._last is not None
+
+    def print(self, lines: Iterable[tuple[str, str]], tail: int | None = None) -> None:
+        """Print lines with their sessions, or the last `tail` lines of each session."""
+        if tail is None:
+            for session, line in self._wanted(lines):
+                self._print(session, line)
+            return
+        ends: dict[str, deque[str]] = {}
+        for session, line in self._wanted(lines):
+            ends.setdefault(session, deque(maxlen=tail)).append(line)
+        for session, end in ends.items():
+            for line in end:
+                self._print(session, line)
+
+    def _wanted(self, lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        from dask_cml.sessions.session_logs import CLUSTER, Warnings
+
+        for session, line in lines:
+            is_warning = self._warnings.setdefault(session, Warnings())
+            # The cluster's own log has no levels: it contains what its users were told.
+            if not self._only_warnings or session == CLUSTER or is_warning(line):
+                yield session, line
+
+    def _print(self, session: str, line: str) -> None:
+        if session != self._last:
+            if self._last is not None:
+                click.echo()
+            click.echo(printable(f"==> {session} <=="))
+            self._last = session
+        click.echo(printable(line))
 
 
 @cml.command()
@@ -224,9 +288,10 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
 )
 @as_json
 def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
-    """Check this environment and running clusters, and print the commands that fix problems.
+    """Check this environment and running clusters.
 
-    NAMES are the clusters to check. Default: all of the project. The exit code is 1 if a check fails.
+    The command prints commands that fix problems. NAMES are the clusters to check. Default: all of the
+    project. The exit code is 1 if a check fails.
     """
     from dask_cml.doctor import examine
 

@@ -7,6 +7,7 @@ import concurrent.futures.thread as executors
 import logging
 import os
 import signal
+import sys
 import threading
 import weakref
 from typing import Any, NoReturn
@@ -128,8 +129,16 @@ def _end_all() -> None:
         signal.signal(signum, handlers[signum])
 
 
+def _uncaught_error() -> BaseException | None:
+    """Return the exception that ends this program. An interactive one goes on after an exception."""
+    if hasattr(sys, "ps1") or "IPython" in sys.modules:
+        return None
+    return getattr(sys, "last_value", None)
+
+
 def _end(cluster: Any, elsewhere: bool = False) -> None:
     try:
+        cluster.note_error(_uncaught_error())
         if elsewhere:
             cluster.end_in_another_process(_TIMEOUT)
         else:

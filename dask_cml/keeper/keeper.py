@@ -57,6 +57,13 @@ _LONGEST_CAUSE = 300
 _MOST_EVENTS = 10_000
 
 
+#: What helps if a launch is refused when a cluster is created.
+_WAY_OUT = (
+    "Ask for fewer or smaller workers. Or create the cluster with n_workers=0 and call cluster.scale(n): it "
+    "launches as many as there is room for. To see what runs, run `dask cml list`"
+)
+
+
 def _class_of(spec: Mapping[str, Any]) -> Any:
     """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
     cls = spec["cls"]
@@ -127,6 +134,8 @@ class Keeper:
         self._demanded = 0.0
         #: The subjects of logged lines that are still true.
         self._logged: set[str] = set()
+        #: The number of the last restart of a Dask worker that is logged.
+        self._last_restart = 0
         self._outage: str | None = None
         self._unrunnable: str | None = None
         self._sent_url: str | None = None
@@ -282,7 +291,10 @@ class Keeper:
                 await shown.end(has_started)
 
     async def _wait_and_join(self, scheduler: CMLScheduler, join: Callable[[str], Any]) -> None:
-        await scheduler
+        try:
+            await scheduler
+        except LaunchRefused as error:
+            raise LaunchRefused(error.name, error.reason, error.by, _WAY_OUT) from None
         await join(str(scheduler.address))
 
     async def _follow(self, workers: Collection[CMLWorker]) -> None:
@@ -295,7 +307,10 @@ class Keeper:
 
     async def _launch_strictly(self, workers: Mapping[str, Any]) -> None:
         async def launch(name: str) -> None:
-            await workers[name]
+            try:
+                await workers[name]
+            except LaunchRefused as error:
+                raise LaunchRefused(error.name, error.reason, error.by, _WAY_OUT) from None
             await self._attach(name, workers[name])
 
         await gather_or_cancel(*map(launch, workers))
@@ -337,6 +352,7 @@ class Keeper:
         last = await self._remote.ask(protocol.LAST, names=names)
         for worker in self.workers():
             worker.seen.update(name for name in worker.dask_names if name in last)
+        self._last_restart = max([0, *(restart.number for restart in self._remote.board.restarts)])
         self._want_all(self._remote.board.groups)
         self._journal = Journal(self._api, record)
 
@@ -412,7 +428,8 @@ class Keeper:
         unwanted = [worker for worker in self.workers() if worker.name not in cluster.worker_spec]
         holding = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
         await self._retirements.retire([worker for worker in holding if self._retirements.may_retire(worker)])
-        done = [worker for worker in unwanted if worker.retired or worker not in holding]
+        held = {worker.name for worker in holding}
+        done = [worker for worker in unwanted if worker.retired or worker.name not in held]
         done_ids = {str(worker.session_id) for worker in done}
         # Also sessions without a worker, such as the engine of a refused launch that was not stopped before.
         used = {str(process.session_id) for process in self.processes}
@@ -547,7 +564,9 @@ class Keeper:
         """
         while True:
             await self._check()
-            starting = any(worker.waits_for is None and not worker.has_arrived for worker in self.wanted())
+            starting = any(
+                worker.waits_for is None and not worker.is_known_to_run for worker in self.wanted()
+            )
             interval = timing.starting_look if starting else timing.look
             pauses = [self.backoff(group).pause for group in self._groups.names]
             await wait_until_set(self.woken, min([interval, *filter(None, pauses)]))
@@ -583,8 +602,9 @@ class Keeper:
         now, connected = time.monotonic(), connected_names(self._cluster)
         wanted = self.wanted()
         incomplete = missing(wanted, connected)
+        incomplete_names = {worker.name for worker in incomplete}
         for worker in wanted:
-            if not worker.has_arrived and worker not in incomplete:
+            if not worker.has_arrived and worker.name not in incomplete_names:
                 worker.has_arrived = True
                 self.backoff(self._groups.group_of(worker.name)).arrived(now)
         if losses := noticed(wanted, self._remote.board.leaving):
@@ -605,7 +625,7 @@ class Keeper:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
             await drop(self._cluster, self._remote, dead)
         incomplete = missing(self.wanted(), connected_names(self._cluster) - dead)
-        return await find_losses(incomplete, listing, self._remote)
+        return await find_losses(incomplete, self._remote)
 
     async def _replace(self, losses: Mapping[str, Loss]) -> None:
         """Want other workers instead of lost ones. Their sessions are stopped by the next step."""
@@ -677,8 +697,13 @@ class Keeper:
         if waits:
             n_wanted = len(self._groups.workers())
             lines["room"] = f" waiting for room for {len(waits)} of {n_wanted} worker sessions"
-        if board.full:
-            lines["memory"] = f": {board.full}"
+        restarts = {restart.number: str(restart) for restart in board.restarts}
+        if board.problem and board.problem not in restarts.values():
+            lines["memory"] = f": {board.problem}"
+        for number, restart in restarts.items():
+            if number > self._last_restart:
+                self._log(f"Cluster {self._name}: {restart}")
+                self._last_restart = number
         left = board.most_age - board.age
         if board.most_age and left <= NOTICE:
             age = f"{board.age / 3600:.1f} of {board.most_age / 3600:g} h"
@@ -878,3 +903,4 @@ class Keeper:
         self._groups.renew()
         self._published = None
         self._sent_url = None
+        self._last_restart = 0

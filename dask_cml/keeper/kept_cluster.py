@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -47,10 +48,11 @@ from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import Session
-from dask_cml.sessions.session_logs import log_path
+from dask_cml.sessions.session_logs import OWN, log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
-from dask_cml.words import format_duration, printable_lines
+from dask_cml.words import first_line, format_duration, printable_lines
+from dask_cml.wrapper import Log
 
 logger = Logger(__name__)
 
@@ -208,6 +210,10 @@ class KeptCluster(SpecCluster):
             raise
         return self
 
+    async def __aexit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        self.note_error(error)
+        await super().__aexit__(kind, error, frames)
+
     async def _start(self) -> None:
         """Create the cluster or connect to it. Return when its scheduler answers.
 
@@ -294,8 +300,10 @@ class KeptCluster(SpecCluster):
         self._role = keeper
         await keeper.launch(self._join, strict=True, display=not self._quiet)
         self._begin_keeping(keeper)
+        if not any(self.target(group) or self.limits(group) for group in self.groups.names):
+            self._log(f"Cluster {options.name} has no workers yet: call cluster.scale(n) or cluster.adapt()")
         if not options.shutdown_on_close:
-            self._log(here.lifetime(options.name))
+            self._log(here.lifetime(options.name, options.idle_timeout))
 
     def _write_files(self, files: Mapping[Any, str]) -> None:
         tls.write(files)
@@ -678,7 +686,7 @@ class KeptCluster(SpecCluster):
         """The present problem, as a clause. None if there is none."""
         if self.status == Status.running and not self._remote.connected and self._why_not_connected:
             return self._why_not_connected
-        return self._end_words or self._role.problem or self._remote.board.full
+        return self._end_words or self._role.problem or self._remote.board.problem
 
     # -- another scheduler
 
@@ -834,6 +842,7 @@ class KeptCluster(SpecCluster):
 
     def _stop_sessions_now(self) -> None:
         """Stop all sessions and remove the record, like :meth:`_stop_sessions`. Blocks."""
+        output.flush()  # the cluster's own log is kept with its history
         if self.record is None:
             self._api.end()
         else:
@@ -940,9 +949,29 @@ class KeptCluster(SpecCluster):
 
     # -- words
 
+    def _write_log(self, now: datetime, text: str) -> None:
+        """Write into the cluster's own log, for other processes and for the time after its end."""
+        path = log_path(OWN, self.place.folder, self.options.log_directory)
+        output.write(lambda: Log(str(path)).write(f"{now:%Y-%m-%d %H:%M:%S} - {text}\n".encode()))
+
+    def note_error(self, error: BaseException | None) -> None:
+        """Note the exception that ends the cluster's block or program, for its log and its history."""
+        if error is None or isinstance(error, SystemExit) or not self.shutdown_on_close:
+            return
+        words = first_line("".join(traceback.format_exception_only(error)))
+        self.end_reason = f"closed after {words}"
+        if self.keeper is not None:
+            self._write_log(datetime.now(), "".join(traceback.format_exception(error)).rstrip())
+
     def _log(self, log: str) -> None:
         # Cluster._log prints in the event loop, which a blocked or closed output would stop.
-        text = printable_lines(log)
-        self._cluster_manager_logs.append((datetime.now(), text))
+        now, text = datetime.now(), printable_lines(log)
+        self._cluster_manager_logs.append((now, text))
+        if self.keeper is not None:
+            self._write_log(now, text)
         if not self.quiet:
-            output.say(text)
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        """Print a line for the user."""
+        output.say(text)

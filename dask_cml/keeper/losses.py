@@ -16,7 +16,6 @@ from dask_cml.errors import CMLError
 from dask_cml.output import Logger
 from dask_cml.remote import Remote
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.sessions.answers import SessionInfo
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
 
@@ -29,41 +28,39 @@ def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[st
     return {worker.name: Loss(Cause.EVICTED, "evicted, with notice") for worker in evicted}
 
 
-def missing(workers: Collection[CMLWorker], connected: Collection[str]) -> list[CMLWorker]:
+def missing(workers: Collection[CMLWorker], connected: set[str]) -> list[CMLWorker]:
     """Note which Dask workers are connected now, and return the workers that lack a Dask worker."""
     incomplete, now = [], time.monotonic()
     for worker in workers:
-        present = {name for name in worker.dask_names if name in connected}
+        if connected.issuperset(worker.dask_names):
+            worker.gone_since = None
+            worker.seen.update(worker.dask_names)
+            continue
+        present = connected.intersection(worker.dask_names)
         worker.seen |= present
-        is_complete = len(present) == len(worker.dask_names)
-        is_gone = not is_complete and len(worker.seen) == len(worker.dask_names)
+        is_gone = len(worker.seen) == len(worker.dask_names)
         worker.gone_since = (worker.gone_since or now) if is_gone else None
-        if not is_complete:
-            incomplete.append(worker)
+        incomplete.append(worker)
     return incomplete
 
 
-async def find_losses(
-    workers: Collection[CMLWorker], listing: Mapping[str, SessionInfo], remote: Remote
-) -> dict[str, Loss]:
+async def find_losses(workers: Collection[CMLWorker], remote: Remote) -> dict[str, Loss]:
     """Return why workers that lack a Dask worker are lost, by their names. Other workers may still connect.
 
     Parameters
     ----------
     workers : collection of CMLWorker
-        The result of :func:`missing`.
-    listing : mapping
-        The platform's list of sessions.
+        The result of :func:`missing`. Their states are those of the platform's last list.
     remote : Remote
         Asks the scheduler what it knew last of them.
     """
-    lost = [worker for worker in workers if worker.update(listing) or worker.was_closed or _is_late(worker)]
+    lost = [worker for worker in workers if worker.has_ended or worker.was_closed or _is_late(worker)]
     last: dict[str, Any] = {}
     if lost:
         names = [name for worker in lost for name in worker.dask_names]
         with contextlib.suppress(*NO_ANSWER, CMLError):
             last = await remote.ask(protocol.LAST, names=names)
-    causes = await asyncio.gather(*(_cause(worker, listing, last) for worker in lost))
+    causes = await asyncio.gather(*(_cause(worker, last) for worker in lost))
     return {worker.name: cause for worker, cause in zip(lost, causes, strict=True)}
 
 
@@ -79,9 +76,9 @@ def _patience() -> float:
     return float(parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout")))
 
 
-async def _cause(worker: CMLWorker, listing: Mapping[str, SessionInfo], last: Mapping[str, Any]) -> Loss:
+async def _cause(worker: CMLWorker, last: Mapping[str, Any]) -> Loss:
     gone = None
-    if not (worker.update(listing) or worker.was_closed):
+    if not (worker.has_ended or worker.was_closed):
         if worker.gone_since is None:
             limit = worker.options.worker_timeout
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")

@@ -268,7 +268,12 @@ def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
     ['3 tasks need FPGA=1, which no worker group offers']
     """
     descriptions: dict[str, str] = {}
+    has_workers = any(supply.adapts or supply.target or supply.sessions for supply in snapshot.supplies)
     for work in snapshot.work:
+        if work.tasks and not work.resources and not has_workers:
+            verb = "waits" if work.tasks == 1 else "wait"
+            reason = "but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
+            descriptions[reason] = f"{_tasks(work.tasks)} {verb}, {reason}"
         why = _why_unrunnable(snapshot, work.resources) if work.unrunnable and work.resources else None
         if why:
             n = work.unrunnable

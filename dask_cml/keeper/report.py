@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
-from dask_cml.options import SessionSize
 from dask_cml.sessions.session import Session
 from dask_cml.validation import validate
 
@@ -40,7 +37,7 @@ class Report:
     @classmethod
     def of(cls, sessions: Sequence[Session], **fields: Any) -> Report:
         """Return the report of these sessions, with its other fields."""
-        return cls(sessions=[_to_json(session) for session in sessions], **fields)
+        return cls(sessions=[session.as_json for session in sessions], **fields)
 
     @classmethod
     def read(cls, content: Any) -> Report:
@@ -59,26 +56,4 @@ class Report:
 
     def known_sessions(self) -> list[Session]:
         """Return the sessions, the scheduler's first."""
-        return [_from_json(session) for session in self.sessions]
-
-
-def _to_json(session: Session) -> dict[str, Any]:
-    # A session waits since its launch. The time of its wait would change with every report.
-    return {
-        **vars(session),
-        "size": {**vars(session.size)},
-        "since": session.since.timestamp(),
-        "waits_for": None,
-        "waits": session.waits_for is not None,
-    }
-
-
-def _from_json(content: Mapping[str, Any]) -> Session:
-    values = dict(content)
-    waits, since = values.pop("waits"), values["since"]
-    values |= {
-        "since": datetime.fromtimestamp(since, timezone.utc),
-        "size": SessionSize(**values["size"]),
-        "waits_for": max(0.0, time.time() - since) if waits else None,
-    }
-    return Session(**values)
+        return [Session.from_json(session) for session in self.sessions]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,18 @@ if TYPE_CHECKING:
 #: What other cluster managers call the limits of adaptive scaling.
 _MINIMUM = ("minimum_jobs", "minimum_workers", "min_workers", "n_min")
 _MAXIMUM = ("maximum_jobs", "maximum_workers", "max_workers", "n_max")
-#: Arguments of other cluster managers whose values sessions have by themselves.
-_NEEDLESS = ("dashboard_address", "host", "interface", "namespace", "port", "protocol", "scheduler_port")
+_SET = "the cluster sets it"
+_RUNTIME = "a session runs on the runtime of the session that launches it: choose the runtime there"
+_PROJECT = "sessions run in the project of the session that launches them"
+#: Arguments of other cluster managers that a cluster does not need, and why.
+_NEEDLESS = {
+    **dict.fromkeys(("dashboard_address", "host", "interface", "port", "protocol", "scheduler_port"), _SET),
+    **dict.fromkeys(("container", "docker_image", "image", "runtime"), _RUNTIME),
+    **dict.fromkeys(("conda_env", "python", "virtualenv"), _RUNTIME),
+    **dict.fromkeys(("namespace", "project"), _PROJECT),
+    "walltime": "a worker session has no time limit: for the cluster, set idle_timeout; for a worker, pass "
+    "worker_args=['--lifetime', '1 hour']",
+}
 
 #: What a user asks for: a number of sessions, their total memory, and their total number of threads.
 Amounts = tuple[float | None, float | str | None, float | None]
@@ -296,7 +306,7 @@ GROUP_OPTIONS = tuple(option.argument for option in ARGUMENTS if option.grouped)
 # -- unknown arguments
 
 
-def unexpected_argument(function: str, name: str, arguments: Collection[str]) -> str:
+def unexpected_argument(function: str, name: str, arguments: Sequence[str]) -> str:
     """Return the message of the TypeError for an unknown argument.
 
     Parameters
@@ -305,7 +315,7 @@ def unexpected_argument(function: str, name: str, arguments: Collection[str]) ->
         The name of the function or class.
     name : str
         The unknown argument.
-    arguments : collection of str
+    arguments : sequence of str
         The arguments of the function.
 
     Examples
@@ -318,7 +328,7 @@ def unexpected_argument(function: str, name: str, arguments: Collection[str]) ->
     elsewhere |= {"n": n, "minimum": _MINIMUM, "maximum": _MAXIMUM}
     here = [argument for argument in arguments if name in elsewhere.get(argument, ())]
     if name in _NEEDLESS:
-        here = ["none, because the cluster sets it"]
+        here = [f"none, because {_NEEDLESS[name]}"]
     expected = " or ".join(here) or nearest(name, arguments)
     return f"{function}() got an unexpected keyword argument {name!r}: expected {expected}"
 
@@ -341,10 +351,11 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
         If an argument is unexpected.
     """
     parameters = inspect.signature(function).parameters.values()
-    known = {each.name for each in parameters if each.kind != each.VAR_KEYWORD} | {*more}
+    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD and each.name != "self"]
+    known += sorted({*more} - {*known})
     for name in given:
         if name not in known:
-            raise TypeError(unexpected_argument(function.__name__, name, known - {"self"}))
+            raise TypeError(unexpected_argument(function.__name__, name, known))
 
 
 def arguments_of(cls: type) -> set[str]:

@@ -1,7 +1,7 @@
-"""The history of clusters: one small file remains of a cluster that has ended.
+"""The history of clusters: a small file and the logs remain of a cluster that has ended.
 
-The file is named after the id of the cluster's record. The process that removes the record writes the file
-first. No process changes it.
+The file, and the folder with the logs, are named after the id of the cluster's record. The process that
+removes the record writes them first. No process changes them.
 
 Functions block while they wait for the file system.
 """
@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,19 @@ from typing import Any
 from dask_cml.checks import is_session_id
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
-from dask_cml.private_files import check_folder, make_folder, read_file, report_ignored, write_file
+from dask_cml.private_files import (
+    NotPrivate,
+    check_folder,
+    make_folder,
+    open_regular,
+    read_file,
+    report_ignored,
+    write_file,
+)
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
+from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.timing import timing
 from dask_cml.validation import validate
 from dask_cml.words import first_line, printable
@@ -34,7 +44,9 @@ from dask_cml.words import first_line, printable
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
-_LONGEST_TEXT, _MOST_SAMPLES = 300, 1000
+_LONGEST_TEXT, _MOST_SAMPLES, _MOST_FAILURES = 300, 1000, 10
+#: Maximum number of bytes of one log.
+_MOST_OF_A_LOG = 2**20
 #: The reason if no process has seen the end.
 UNSEEN = "its session ended"
 
@@ -55,14 +67,18 @@ class EndedCluster:
         Why it ended.
     usage : Usage
         The hours of its sessions.
-    tasks_done : float
-        Number of tasks that it has completed.
+    tasks_done, tasks_failed : float
+        Number of tasks that it has completed, and of failed tasks among them.
+    failures : sequence of str
+        The last failed tasks, with their errors.
     most_workers : float
         The largest number of worker sessions that were connected at once.
     session_seconds, busy_seconds : float
         Sums of the times for which worker sessions were connected, and had tasks.
     samples : sequence of tuples
         Times in seconds since 1970, with the numbers of requested, connected and busy worker sessions.
+    log_directory : str or None
+        Its option. None: the history keeps its logs.
     """
 
     name: str
@@ -74,10 +90,13 @@ class EndedCluster:
     why: str
     usage: Usage
     tasks_done: Amount = 0
+    tasks_failed: Amount = 0
+    failures: Sequence[str] = ()
     most_workers: Amount = 0
     session_seconds: Amount = 0
     busy_seconds: Amount = 0
     samples: Sequence[tuple[Amount, Amount, Amount, Amount]] = ()
+    log_directory: str | None = None
 
     @classmethod
     def of(cls, record: Record, why: str = UNSEEN) -> EndedCluster:
@@ -100,6 +119,7 @@ class EndedCluster:
             "ended": ended,
             "why": first_line(record.scheduler.closed or why),
             "usage": usage_of(record, ended).to_json(),
+            "log_directory": record.options.get("log_directory"),
         }
         with contextlib.suppress(ValueError):  # another process has written the activity
             return cls.from_json({**record.scheduler.activity, **content})
@@ -123,6 +143,7 @@ class EndedCluster:
         for name, value in vars(cluster).items():
             if isinstance(value, str):
                 texts[name] = printable(value)[:_LONGEST_TEXT]
+        texts["failures"] = [printable(text)[:_LONGEST_TEXT] for text in cluster.failures[:_MOST_FAILURES]]
         return replace(cluster, **texts, samples=sorted(cluster.samples[:_MOST_SAMPLES]))
 
     def to_json(self) -> dict[str, Any]:
@@ -141,6 +162,13 @@ class EndedCluster:
         derived = {"duration": self.duration, "idle": self.idle, "cost": cost_of(self.usage.total)}
         return {**self.to_json(), **times, **derived, "samples": self.samples if samples else []}
 
+    def logs(self) -> SessionLogs:
+        """Return what is left of its logs."""
+        directory = state_directory()
+        if self.log_directory:
+            return SessionLogs(self.name, directory / self.name, self.log_directory)
+        return SessionLogs(self.name, directory / HISTORY_FOLDER / self.id)
+
     @property
     def duration(self) -> float:
         """Seconds from its creation to its end."""
@@ -154,9 +182,20 @@ class EndedCluster:
     @property
     def idle_words(self) -> str:
         """The text for the share of idle time."""
-        if self.idle is None:
+        if not self.most_workers:
             return "no worker was connected"
-        return f"{100 * self.idle:.0f} % of {self.session_seconds / 3600:.1f} worker hours were idle"
+        if self.idle is None:
+            return "connected for less than a second"
+        percent = round(100 * self.idle)
+        if self.busy_seconds:
+            percent = min(percent, 99)
+        return f"{percent} % of {self.session_seconds / 3600:.1f} worker hours were idle"
+
+    @property
+    def task_words(self) -> str:
+        """The text for the numbers of tasks."""
+        failed = f", {self.tasks_failed:,} failed" if self.tasks_failed else ""
+        return f"{self.tasks_done - self.tasks_failed:,} done{failed}"
 
 
 def _iso(seconds: float) -> str:
@@ -203,19 +242,67 @@ def remember(record: Record, why: str = UNSEEN) -> None:
             make_folder(folder)
             content = json.dumps(EndedCluster.of(latest, why).to_json()).encode()
             write_file(folder / f"{record.id}{_SUFFIX}", content, new=True)
+            _keep_logs(record, folder / record.id)
         _forget(folder, keep, time.time() - setting("history.days") * 24 * 3600)
     except Exception as error:  # the cluster must end, whatever its record contains
         logger.warning("History of cluster %s not written: %r", record.name, error)
 
 
+def kept_logs(record: Record) -> SessionLogs:
+    """Return the logs that the history keeps of a cluster whose record was removed."""
+    return SessionLogs(record.name, record.folder.parent / HISTORY_FOLDER / record.id)
+
+
+def _keep_logs(record: Record, folder: Path) -> None:
+    """Move the logs of a cluster whose folder is about to be removed. Keep only the end of a large log."""
+    most = _most_bytes_of_logs()
+    paths = SessionLogs(record.name, record.folder).paths().values()
+    if not most or not paths:
+        return
+    make_folder(folder)
+    share = min(_MOST_OF_A_LOG, most // len(paths))
+    for path in paths:
+        # Another process may end the cluster, too.
+        with contextlib.suppress(OSError, ValueError, NotPrivate), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= share:
+                os.rename(path, folder / path.name)
+            else:
+                file.seek(size - share)
+                write_file(folder / path.name, file.read(share), new=True)
+
+
+def _most_bytes_of_logs() -> int:
+    return int(setting("history.logs") * 2**30)
+
+
 def _forget(folder: Path, keep: int, oldest: float) -> None:
-    """Remove all files but the newest."""
+    """Remove all but the newest clusters, and all but the newest logs."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        files = [(entry.stat(follow_symlinks=False).st_mtime, entry.path) for entry in entries]
-        for number, (written, path) in enumerate(sorted(files, reverse=True)):
-            if number >= keep or written < oldest:
-                with contextlib.suppress(OSError):  # another process removes it, too
-                    os.unlink(path)
+        files = [(entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)) for entry in entries]
+    files.sort(reverse=True)
+    kept: set[str] = set()
+    for written, path in files:
+        if path.is_dir():
+            continue
+        if len(kept) < keep and written >= oldest:
+            kept.add(path.stem)
+        else:
+            with contextlib.suppress(OSError):  # another process removes it, too
+                path.unlink()
+    left = _most_bytes_of_logs()
+    for _, path in files:
+        if path.is_dir():
+            left -= _size(path)
+            if left < 0 or path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    return 0
 
 
 def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:

@@ -120,9 +120,10 @@ async def describe(
     -------
     list of dict
         Name, address for clients, status, problem, workers, Dask workers by worker group, threads, memory in
-        bytes, age in seconds, dashboard, the scheduler's own address, the number of sessions that wait for
-        room, and the longest wait in seconds, or None. The status is "running", "starting", "not answering"
-        or "stale"; see :func:`liveness.judge`.
+        bytes, idle time in seconds (None: there are tasks), bounds of the groups that adapt, the user who
+        created it, age in seconds, when it ends, dashboard, the scheduler's own address, the number of
+        sessions that wait for room, and the longest wait in seconds, or None. The status is "running",
+        "starting", "not answering" or "stale"; see :func:`liveness.judge`.
     """
     records = [*records]
     findings = await liveness.judge(records, timeout, patience)
@@ -137,15 +138,19 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "groups": {group: present.groups.get(group, 0) for group in record.groups},
         "threads": present.threads,
         "memory": present.memory,
+        "idle": None if present.idle_since is None else max(0.0, time.time() - present.idle_since),
     }
     url, arguments = record.scheduler.app_url, str(record.options.get("scheduler_args"))
     return {
         "name": record.name,
         "address": cluster_address(record.name),
         "status": status_of(record, finding),
-        "problem": present.full if alive else finding.why,
+        "problem": present.problem if alive else finding.why,
         **(numbers if alive else dict.fromkeys(numbers)),
+        "adapts": record.bounds,
+        "by": record.maker.user,
         "age": record.age,
+        "ends": record.ends,
         "dashboard": f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None,
         "scheduler": record.scheduler.address,
         **_waiting(record),

@@ -18,11 +18,13 @@ from distributed.security import Security
 from msgspec import Meta
 
 from dask_cml.checks import is_session_id
+from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_session, this_user
 from dask_cml.sessions.tls import ask
 from dask_cml.validation import validate
+from dask_cml.words import format_duration
 
 VERSION = 3
 #: The scheme of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
@@ -41,8 +43,12 @@ _Duration = Annotated[float, Meta(gt=0, lt=_MOST_SECONDS)]
 _OWN = ("name", "id", "maker", "created", "options", "security", "version")
 
 
-class _Group(TypedDict):
+class _WithOptions(TypedDict):
     options: Mapping[str, Any]
+
+
+class _Group(_WithOptions, total=False):
+    adapt: Mapping[str, Any] | None
 
 
 def _this_second() -> datetime:
@@ -124,15 +130,18 @@ class Present:
         Number of their threads.
     memory : int
         Sum of their memory limits, in bytes.
-    full : str or None
-        Which Dask workers start no tasks because their memory and their disk are full.
+    problem : str or None
+        What is wrong with the Dask workers, as a clause.
+    idle_since : float or None
+        Since when no task has waited or run, in seconds since 1970. None: some do, or did a moment ago.
     """
 
     workers: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
     threads: int = 0
     memory: int = 0
-    full: str | None = None
+    problem: str | None = None
+    idle_since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -273,6 +282,32 @@ class Record:
         others = {name: group["options"] for name, group in self.scheduler.groups.items()}
         others.pop(DEFAULT_GROUP, None)  # which has the cluster's options
         return {DEFAULT_GROUP: self.options, **others}
+
+    @property
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """The minimum and the maximum of the worker groups that adapt, by name."""
+        bounds = {}
+        for name, group in self.scheduler.groups.items():
+            adapt = group.get("adapt") or {}
+            minimum, maximum = adapt.get("minimum"), adapt.get("maximum")
+            if isinstance(minimum, int) and isinstance(maximum, int):
+                bounds[name] = (minimum, maximum)
+        return bounds
+
+    @property
+    def ends(self) -> list[str]:
+        """When the cluster ends by itself, as clauses."""
+        ends, state = [], self.scheduler
+        idle_timeout = self.options.get("idle_timeout")
+        if isinstance(idle_timeout, (int, float)):
+            ends.append(f"after {format_duration(idle_timeout)} without tasks")
+        if state.orphan_timeout is not None:
+            ends.append(f"after {format_duration(state.orphan_timeout)} without a process or client")
+        if state.hours is not None:
+            ends.append(f"at an age of {state.hours:g} h")
+        launches = [launch for launch in self.launches.values() if launch.key == SCHEDULER]
+        ends += [f"with session {launch.owner}" for launch in launches if launch.owner]
+        return ends
 
     def to_json(self) -> str:
         """Return the fields that the creator writes, as JSON.

@@ -26,11 +26,11 @@ from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
-from dask_cml.scheduler.activity import Activity
+from dask_cml.scheduler.activity import Activity, Work
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, GroupChanges
 from dask_cml.scheduler.demand import known_demand
-from dask_cml.scheduler.full import full_words
+from dask_cml.scheduler.health import Health
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Watcher, checked
@@ -43,8 +43,8 @@ from dask_cml.validation import validate
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
-#: Maximum number of Dask workers that have left, of which the last state is kept.
-_MOST_LAST = 1000
+#: Maximum number of failed tasks that are remembered, and of characters for one.
+_MOST_FAILURES, _LONGEST_FAILURE = 5, 200
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -68,11 +68,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._changed = asyncio.Event()
         self._retiring: set[asyncio.Future[Any]] = set()
         self._states: dict[str, WorkerState] = {}
-        #: What was known last of Dask workers that have left, by their names.
-        self._last: dict[str, dict[str, Any]] = {}
+        self._health = Health()
         #: Counts the Dask workers that have connected or left, also as far as watchers know.
         self._moves = self._known_moves = 0
-        self._full: str | None = None
+        self._problem: str | None = None
+        #: Since when no task has waited or run, in seconds since 1970, and the time that watchers know.
+        self._idle_since: float | None = None
+        self._known_idle_since: float | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to track watchers and clients."""
@@ -98,6 +100,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.LAST: self.last,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
+            "identity": self.identity,
             "terminate": self.terminate,
             "subscribe_worker_status": self.subscribe_worker_status,
         }
@@ -117,6 +120,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself, and tell the clients if the cluster ends."""
+        self._note_activity()  # the workers are still connected
         self._lifetime.note_idle()
         if self._lifetime.closed is not None:
             self._scheduler.log_event(protocol.END, {"reason": self._lifetime.closed})
@@ -158,7 +162,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "groups": dict(groups),
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
-            "full": self._full,
+            "problem": self._problem,
+            "idle_since": self._known_idle_since,
         }
 
     async def _keep_file(self) -> None:
@@ -169,12 +174,16 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._lifetime.closed = self._lifetime.closed or str(reason)
         await self._scheduler.close(reason=self._lifetime.closed, **arguments)
 
+    def identity(self, **arguments: Any) -> dict[str, Any]:
+        """Describe the scheduler."""
+        return _without_port(self._scheduler.identity(**arguments))
+
     def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
         """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
         last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
         if isinstance(last, WorkerStatusPlugin):
             last.bcomm.abort()
-        return self._scheduler.subscribe_worker_status(comm)
+        return _without_port(self._scheduler.subscribe_worker_status(comm))
 
     # -- the board
 
@@ -311,7 +320,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return {
             **board,
             "moves": self._moves,
-            "full": self._full,
+            "problem": self._problem,
+            "restarts": self._health.restarts_to_json(),
+            "idle_since": self._known_idle_since,
             "tasks_done": self._tasks_done(),
             "app_url": self._app_url,
             **self._lifetime.age,
@@ -341,7 +352,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     @checked
     def last(self, names: Names) -> dict[str, dict[str, Any]]:
         """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
-        return {name: self._last[name] for name in names if name in self._last}
+        known = {name: self._health.last(name) for name in names}
+        return {name: last for name, last in known.items() if last is not None}
 
     @checked
     def notice(self, names: Names) -> None:
@@ -400,12 +412,23 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                 self._shut_down(reason)
 
     def _check_workers(self) -> None:
-        """Tell watchers which Dask workers are full, and whether any have connected or left."""
-        full = full_words(self._scheduler.workers.values())
-        if full != self._full or self._moves != self._known_moves:
-            self._full, self._known_moves = full, self._moves
+        """Tell watchers what is wrong with the Dask workers, and whether any have connected or left."""
+        self._health.look(self._scheduler.workers.values(), time.monotonic())
+        news = (self._health.problem, self._moves, self._find_idle_time())
+        if news != (self._problem, self._known_moves, self._known_idle_since):
+            self._problem, self._known_moves, self._known_idle_since = news
             self._board.touch()
             self._publish()
+
+    def _find_idle_time(self) -> float | None:
+        """Return since when the cluster is idle, unless that began a moment ago."""
+        waiting = self._scheduler.queued or self._scheduler.unrunnable
+        if waiting or any(worker.processing for worker in self._scheduler.workers.values()):
+            self._idle_since = None
+            return None
+        now = time.time()
+        self._idle_since = self._idle_since or now
+        return self._idle_since if now - self._idle_since >= timing.idle else None
 
     def _note_activity(self) -> None:
         busy: dict[str, bool] = {}
@@ -414,8 +437,21 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             if group_and_number is not None:
                 session = session_name(self._cluster, *group_and_number)
                 busy[session] = busy.get(session, False) or bool(worker.processing)
-        n_wanted = sum(group.target for group in self._board.groups.values())
-        self._activity.note(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
+        prefixes = [*self._scheduler.task_prefixes.values()]
+        work = Work(
+            wanted=sum(group.target for group in self._board.groups.values()),
+            connected=len(busy),
+            busy=sum(busy.values()),
+            threads=sum(worker.nthreads for worker in self._scheduler.workers.values()),
+            computed=sum(prefix.all_durations["compute"] for prefix in prefixes),
+            tasks_done=self._tasks_done(),
+            tasks_failed=sum(prefix.state_counts["erred"] for prefix in prefixes),
+        )
+        self._activity.note(time.time(), work)
+        failed = [*self._scheduler.erred_tasks][:_MOST_FAILURES]
+        if failed:
+            lines = [f"{task.key}: {task.exception_text}" for task in reversed(failed)]
+            self._activity.failures = [line[:_LONGEST_FAILURE] for line in lines]
 
     def _shut_down(self, reason: str) -> None:
         for callback in self._periodic:
@@ -428,7 +464,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Note a Dask worker that has connected."""
         state = self._states[worker] = scheduler.workers[worker]
         self._moves += 1
-        self._last.pop(str(state.name), None)
+        self._health.note_connected(str(state.name), time.monotonic())
+        if not self._activity.most_workers:
+            self._note_activity()  # the cluster may end before the next look
         self._scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
@@ -438,9 +476,22 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if state is None:
             return
         name = str(state.name)
-        self._last[name] = {**last_state(scheduler, state), "noticed": self._board.left(name)}
-        if len(self._last) > _MOST_LAST:
-            del self._last[next(iter(self._last))]
+        last = {**last_state(scheduler, state), "noticed": self._board.left(name)}
+        self._health.note_left(name, worker, last)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Note what nannies say of their workers."""
+        self._health.note_event(topic, msg)
+
+
+def _without_port(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's description without the dashboard's port, to which Dask's clients would link.
+
+    The dashboard listens on the loopback of the scheduler's session.
+    """
+    services = dict(identity["services"])
+    has_dashboard = services.pop("dashboard", None) is not None
+    return {**identity, "services": services, "has_dashboard": has_dashboard}
 
 
 async def dask_setup(scheduler: Scheduler) -> None:

@@ -150,7 +150,9 @@ class ProjectClusters(Observers):
                 "address: change it in the notebook that created it"
             )
         if observed.cluster is None or observed.cluster.status != Status.running:
-            raise CMLError(f"cluster {name!r} is {self._describe(observed)['status']}: try again later")
+            status = self._describe(observed)["status"]
+            what = "is not connected to this page yet" if status == "running" else f"is {status}"
+            raise CMLError(f"cluster {name!r} {what}: try again later")
         return observed.cluster
 
     # -- descriptions

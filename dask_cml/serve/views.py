@@ -9,6 +9,7 @@ from typing import Any
 
 from distributed.core import Status
 
+from dask_cml.advice import for_page
 from dask_cml.cluster import CMLCluster, WorkerGroup
 from dask_cml.display import describe, status_of
 from dask_cml.layout import SCHEDULER
@@ -40,10 +41,11 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
         status, problem = "closing", problem or "CML did not stop some sessions; delete the cluster again"
     elif cluster.status not in (Status.running, Status.closing, Status.closed):
         status = "starting"
+    words = [status, description.idle, description.scheduler, description.pending]
     groups = [*cluster.worker_groups.values()]
     return {
         **unconnected(record, status, problem, usage),
-        "words": ", ".join(filter(None, [status, description.scheduler, description.pending])),
+        "words": ", ".join(filter(None, words)),
         "groups": [
             _group(group, cluster.limits(group.name), len(cluster.waits(group.name))) for group in groups
         ],
@@ -68,10 +70,11 @@ def unconnected(
         "most_age": None,
         "age": record.age,
         "owner": record.maker.user,
+        "ends": record.ends,
         "session_hours": None if usage is None else usage.total.hours,
         "status": status,
         "words": status,
-        "problem": problem,
+        "problem": None if problem is None else for_page(problem),
         "groups": [],
         "n_workers": sum(key != SCHEDULER for key in record.sessions.values()),
         "n_arrived": 0,

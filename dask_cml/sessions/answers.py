@@ -145,9 +145,16 @@ def launched(answer: Any) -> SessionInfo:
     return _with_status(session)
 
 
+#: Kubernetes counts sessions as pods.
+_PODS = re.compile(r"\bpods\b", re.IGNORECASE)
+
+
 def refusal(name: str, answer: SessionInfo) -> LaunchRefused:
     """Return the error for a refused launch, with the platform's error message."""
-    return LaunchRefused(name, _words_of(answer) or "no reason given")
+    reason = _words_of(answer) or "no reason given"
+    if _PODS.search(reason):
+        reason += " (the number of your sessions is limited: fewer, larger workers help)"
+    return LaunchRefused(name, reason)
 
 
 def _is_refusal(answer: SessionInfo) -> bool:

@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from dask_cml.errors import NotOnCML
+from dask_cml.words import format_duration
 
 
 def this_session() -> str | None:
@@ -35,17 +36,20 @@ def this_owner() -> str | None:
     return os.environ.get("CDSW_MASTER_ID") or this_session()
 
 
-def lifetime(name: str) -> str:
+def lifetime(name: str, idle_timeout: float | None) -> str:
     """Return a sentence on how long a cluster can run that this process creates.
 
     Parameters
     ----------
     name : str
         The cluster's name.
+    idle_timeout : float or None
+        Idle time after which it shuts down, in seconds. None: never.
     """
     owner = this_owner()
     end = f"session {owner} ends" if owner else "this machine restarts"
-    return f"Cluster {name} can run until {end}"
+    idle = f", or it is idle for {format_duration(idle_timeout)}" if idle_timeout else ""
+    return f"Cluster {name} can run until {end}{idle}"
 
 
 def load_platform(platform: str = "auto") -> Any:

@@ -175,6 +175,8 @@ class CMLWorker(CMLProcess):
 
     Attributes
     ----------
+    dask_names : list of str
+        The names of the Dask workers in the session.
     seen : set of str
         The names of its Dask workers that have been connected.
     has_arrived : bool
@@ -200,6 +202,7 @@ class CMLWorker(CMLProcess):
         if own := {name: value for name, value in own.items() if value != usual.get(name)}:
             options = options.of_group(own)
         super().__init__(api, options, plan_worker(options, place, name, scheduler))
+        self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()
         self.has_arrived = False
         self.gone_since: float | None = None
@@ -207,8 +210,3 @@ class CMLWorker(CMLProcess):
         self.retired = False
         self.cannot_move_to: set[str] | None = None
         self.logged: str | None = None
-
-    @property
-    def dask_names(self) -> list[str]:
-        """The names of the Dask workers in the session."""
-        return dask_names(self.name, self.options.processes)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
+from typing import Any
 
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
@@ -22,6 +24,8 @@ from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
+#: The fields of a session that JSON has as they are.
+_FIELDS = ("id", "role", "name", "status", "address", "app_url", "owner")
 #: Seconds in `scheduling` after which a session counts as waiting for room.
 _WAITS_AFTER = 10.0
 
@@ -71,6 +75,34 @@ class Session:
         """Time since its launch, in seconds."""
         return max(0.0, (datetime.now(timezone.utc) - self.since).total_seconds())
 
+    @cached_property
+    def as_json(self) -> dict[str, Any]:
+        """The session for a message."""
+        # A session waits since its launch. The time of its wait would change with every report.
+        return {
+            **{name: getattr(self, name) for name in _FIELDS},
+            "size": {**vars(self.size)},
+            "since": self.since.timestamp(),
+            "waits": self.waits_for is not None,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Session:
+        """Return the session that :attr:`as_json` describes.
+
+        Parameters
+        ----------
+        content : mapping
+            The message.
+        """
+        since = content["since"]
+        return cls(
+            **{name: content[name] for name in _FIELDS},
+            size=SessionSize(**content["size"]),
+            since=datetime.fromtimestamp(since, timezone.utc),
+            waits_for=max(0.0, time.time() - since) if content["waits"] else None,
+        )
+
 
 class CMLProcess(ProcessInterface):
     """A session that is launched, watched and stopped. The base of scheduler and worker."""
@@ -91,6 +123,8 @@ class CMLProcess(ProcessInterface):
         self.owner: str | None = None
         self._begun_at: float | None = None
         self.is_listed = self._has_run = False
+        #: The last description of the session, and the state that it describes.
+        self._last_session: tuple[tuple[Any, ...], Session] | None = None
         #: Whether :meth:`close` was called.
         self.was_closed = False
         #: Why the session ended, if nobody asked for it.
@@ -153,9 +187,16 @@ class CMLProcess(ProcessInterface):
         """The session by its last known state. None before the launch."""
         if self.session_id is None:
             return None
+        # A keeper of thousands of sessions asks for all of them in every look, and few have changed.
+        state = (self.info, self.status, self.since, self.owner, self.waits_for)
+        if self._last_session is None or self._last_session[0] != state:
+            self._last_session = (state, self._describe())
+        return self._last_session[1]
+
+    def _describe(self) -> Session:
         status = "stopped" if self.status == Status.closed else self.info.get("status", "launched")
         return Session(
-            id=self.session_id,
+            id=str(self.session_id),
             role=self.role,
             name=self.name,
             status=status,
@@ -198,6 +239,11 @@ class CMLProcess(ProcessInterface):
         return not self._has_run and self.info.get("status") == "scheduling"
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the session has ended, by the platform's last list."""
+        return has_ended(self.info)
+
+    @property
     def runs_for(self) -> float:
         """Seconds for which the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
@@ -219,7 +265,8 @@ class CMLProcess(ProcessInterface):
         A session that is not listed keeps its state, because new sessions may be listed late.
         """
         listed = listing.get(self.session_id or "", {})
-        self.info = {**self.info, **listed}
+        if not listed.items() <= self.info.items():
+            self.info = {**self.info, **listed}
         created = time_of(listed, "created_at")
         if self.adopted and not self.is_listed and created is not None:
             age = (datetime.now(timezone.utc) - created).total_seconds()

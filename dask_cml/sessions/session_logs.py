@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -14,13 +15,20 @@ from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.private_files import NotPrivate, open_regular
 from dask_cml.words import printable
 
-#: The heading of the scheduler's log. The headings of the other logs are the workers' names.
-SCHEDULER = "Scheduler"
+#: The headings of the cluster's own log and the scheduler's. The other headings are the workers' names.
+CLUSTER, SCHEDULER = "Cluster", "Scheduler"
+#: The name of the cluster's own log, in place of a session's name.
+OWN = "cluster"
 _SUFFIX = ".log"
 #: The beginning of the line that ends the output of a lost session. Another session may go on with its log.
 LOST = "[lost: "
 #: Number of bytes, from the end of a log, that the first reading returns, and of the longest line.
 _MOST, _LONGEST = 2**20, 2**20
+#: A line of Dask's logs with its level.
+_LEVEL = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ - \S+ - ([A-Z]+) - ")
+#: A line that the program of a session has added, such as ``[dask worker exited with status 1]``.
+_NOTE, _GOOD_END = re.compile(r"\[.*\]$"), re.compile(r"\[.* exited with status 0\]$")
+_WARNINGS = ("WARNING", "ERROR", "CRITICAL")
 #: Bytes of a part of a log, and of the end of a log that contains its last lines.
 _PART, _END = 2**16, 2**13
 
@@ -54,6 +62,31 @@ def last_lines(log: Path, n: int) -> str:
     return "\n".join(map(printable, lines[begin:][-n:]))
 
 
+class Warnings:
+    """Picks the warnings and errors of a log, with the lines that belong to them.
+
+    Examples
+    --------
+    >>> is_warning = Warnings()
+    >>> is_warning("2026-11-20 10:00:00,000 - distributed.worker - INFO - Start")
+    False
+    >>> is_warning("[memory: 1990000000 of 2000000000 bytes]")
+    True
+    """
+
+    def __init__(self) -> None:
+        self._in_warning = False
+
+    def __call__(self, line: str) -> bool:
+        """Return whether the next line is a warning, or belongs to one."""
+        match = _LEVEL.match(line)
+        if match is not None:
+            self._in_warning = match[1] in _WARNINGS
+        elif _NOTE.match(line):
+            return _GOOD_END.match(line) is None
+        return self._in_warning
+
+
 def _open(log: Path) -> BinaryIO:
     """Open a log. Tasks and other users of the project could have put something else in its place."""
     try:
@@ -76,18 +109,20 @@ class SessionLogs:
     """
 
     def __init__(self, cluster: str, folder: Path, log_directory: str | None = None) -> None:
+        self._own = log_path(OWN, folder, log_directory)
         self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
         self._cluster = cluster
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
 
     def paths(self) -> dict[str, Path]:
-        """Return the paths of the logs: the scheduler's first, then the workers' in the order of launch."""
+        """Return the paths of the logs: the cluster's own, the scheduler's, the workers' as launched."""
         try:
             files = os.listdir(self._scheduler.parent)
         except (FileNotFoundError, NotADirectoryError):
             files = []
-        paths = {SCHEDULER: self._scheduler} if self._scheduler.name in files else {}
+        first = {CLUSTER: self._own, SCHEDULER: self._scheduler}
+        paths = {name: path for name, path in first.items() if path.name in files}
         workers = []
         for file in files:
             session = file.removesuffix(_SUFFIX)
@@ -104,7 +139,7 @@ class SessionLogs:
         Parameters
         ----------
         workers : iterable of str
-            Names of sessions or of Dask workers, or ``"Scheduler"``.
+            Names of sessions or of Dask workers, ``"Cluster"`` or ``"Scheduler"``.
         launched : iterable of str
             Names of sessions that may have no log yet.
 
@@ -129,7 +164,7 @@ class SessionLogs:
         """Return the lines of the scheduler's log and of the workers' logs, by session."""
         chosen = [SCHEDULER] if scheduler else []
         if workers is True:
-            chosen += [session for session in self.paths() if session != SCHEDULER]
+            chosen += [session for session in self.paths() if session not in (CLUSTER, SCHEDULER)]
         elif workers is not False:
             chosen += self.choose(workers, launched)
         logs: dict[str, list[str]] = {session: [] for session in chosen}

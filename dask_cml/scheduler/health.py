@@ -1,0 +1,134 @@
+"""What is wrong with Dask workers: some are paused, and some were started again by their nanny."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from distributed.core import Status
+from distributed.scheduler import WorkerState
+
+from dask_cml.scheduler.full import full_words
+from dask_cml.sessions.causes import find_cause
+from dask_cml.timing import timing
+
+#: The topic under which a nanny says that it ends a worker over its memory (worker_memory.py:422).
+_MEMORY_TOPIC = "worker-restart-memory"
+#: Maximum number of Dask workers that have left, of which the last state is kept, and of restarts.
+_MOST_LAST, _MOST_RESTARTS = 1000, 20
+_GIB = 2**30
+_ENDED = "its process ended; it crashed, or the memory of its session was full"
+#: What helps against full memory.
+_ADVICE = "give workers more memory (memory=) or fewer threads (nthreads=), or work on smaller chunks"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A Dask worker that its nanny has started again in its session.
+
+    Parameters
+    ----------
+    number : int
+        Counts the restarts of a scheduler's workers.
+    worker : str
+        The Dask worker's name.
+    words : str
+        Why, as a clause.
+    """
+
+    number: int
+    worker: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} was restarted: {self.words}; {_ADVICE}"
+
+
+class Health:
+    """Watches the Dask workers of one scheduler.
+
+    Attributes
+    ----------
+    problem : str or None
+        The present problem, as a clause.
+    restarts : list of Restart
+        The last restarts, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        self.restarts: list[Restart] = []
+        self._last: dict[str, dict[str, Any]] = {}
+        #: The memory with which a nanny has ended a worker, by the worker's address.
+        self._ended_with: dict[str, int] = {}
+        self._paused_since: dict[str, float] = {}
+        self._restarted_at = 0.0
+
+    def note_event(self, topic: str, content: Any) -> None:
+        """Note what a nanny says of its worker."""
+        if topic == _MEMORY_TOPIC and isinstance(content, dict):
+            self._ended_with[str(content.get("worker"))] = int(content.get("rss") or 0)
+
+    def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
+        """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
+        self._last[name] = {**last, "address": address}
+        if len(self._last) > _MOST_LAST:
+            del self._last[next(iter(self._last))]
+
+    def last(self, name: str) -> dict[str, Any] | None:
+        """Return what was known last of a Dask worker that has left."""
+        last = self._last.get(name)
+        if last is None:
+            return None
+        # The worker's own last message may be older than its nanny's look at its memory.
+        return {**last, "memory": max(last["memory"], self._ended_with.get(last["address"], 0))}
+
+    def note_connected(self, name: str, now: float) -> None:
+        """Note a Dask worker that has connected. If it was here before, its nanny has started it again."""
+        last = self.last(name)
+        if last is None:
+            return
+        del self._last[name]
+        self._ended_with.pop(last["address"], None)
+        if last["expected"] or last["noticed"]:
+            return
+        cause = find_cause(last, [], connected=True, noticed=False, closed=False, said="", gone=_ENDED)
+        number = self.restarts[-1].number + 1 if self.restarts else 1
+        self.restarts = [*self.restarts, Restart(number, name, cause.words)][-_MOST_RESTARTS:]
+        self._restarted_at = now
+
+    def look(self, workers: Iterable[WorkerState], now: float) -> None:
+        """Find the present problem.
+
+        Parameters
+        ----------
+        workers : iterable of WorkerState
+            The connected Dask workers.
+        now : float
+            The monotonic time.
+        """
+        paused = [worker for worker in workers if worker.status == Status.paused]
+        self._paused_since = {
+            worker.address: self._paused_since.get(worker.address, now) for worker in paused
+        }
+        # While a worker spills, Dask pauses it for moments.
+        paused = [worker for worker in paused if now - self._paused_since[worker.address] >= timing.pause]
+        restart = None
+        if self.restarts and now - self._restarted_at < timing.restart:
+            restart = str(self.restarts[-1])
+        self.problem = full_words(paused) or _paused_words(paused) or restart
+
+    def restarts_to_json(self) -> list[dict[str, Any]]:
+        """Return the restarts for a message."""
+        return [asdict(restart) for restart in self.restarts]
+
+
+def _paused_words(paused: list[WorkerState]) -> str | None:
+    """Describe workers that start no tasks because their memory is full. Return None if there are none."""
+    if not paused:
+        return None
+    used = sum(worker.memory.process for worker in paused) / _GIB
+    most = sum(worker.memory_limit for worker in paused) / _GIB
+    subject = f"worker {paused[0].name} is" if len(paused) == 1 else f"{len(paused)} workers are"
+    return f"{subject} paused and starts no tasks: {used:.2f} of {most:.2f} GiB memory are used; {_ADVICE}"
