@@ -217,8 +217,12 @@ class StartDisplay:
         n = sum(process.role == "worker" for process in self._processes)
         if n == 0:
             return text
-        noun = "worker session" if n == 1 else "worker sessions"
-        return f"{text}; {len(self._connected())} of {n} {noun} connected"
+        n_connected, noun = len(self._connected()), "worker" if n == 1 else "workers"
+        if n_connected == n:
+            return f"{text} with {n} {noun}"
+        if n == 1:
+            return f"{text}; its worker connects when it has started"
+        return f"{text}; {n_connected} of {n} workers connected, the others connect as they start"
 
 
 def open_screen() -> Line | Notebook:
