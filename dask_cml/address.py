@@ -264,6 +264,22 @@ class CMLBackend(Backend):
         return self.get_listener(loc)
 
 
+def _dashboard_link(client: Client) -> str | None:
+    """Return the link to the dashboard of a client's cluster."""
+    scheme, _, location = str(getattr(client.scheduler, "address", "")).partition("://")
+    if client.cluster is None and scheme == SCHEME:
+        record = store.find(unquote(location))  # its URL may be known later than its address
+        return None if record is None else record.dashboard_link
+    link: str | None = _dask_link(client)
+    return link
+
+
+# Client.dashboard_link (client.py:1316) takes the host from the address, and the port from the scheduler's
+# session. For an address without a host, both are wrong.
+_dask_link: Any = vars(Client)["dashboard_link"].fget
+setattr(Client, "dashboard_link", property(_dashboard_link, doc=_dask_link.__doc__))  # noqa: B010
+
+
 def load_security(info: dict[str, Any]) -> Security | None:
     """Return the keys of a cluster by its address, for ``distributed.client.security-loader``.
 

@@ -696,7 +696,7 @@ class CMLCluster(KeptCluster):
     @property
     def has_dashboard(self) -> bool:
         """Whether the scheduler has a dashboard. Without it, Dask serves other pages at its port."""
-        listens = bool(self.scheduler_info.get("has_dashboard"))
+        listens = "dashboard" in self.scheduler_info.get("services", {})
         return listens and "--no-dashboard" not in self.options.scheduler_args
 
     @property
@@ -747,12 +747,18 @@ class CMLCluster(KeptCluster):
         ------
         ValueError
             If a worker does not exist. The message lists the existing workers.
+        TypeError
+            If `cluster` or `scheduler` is the name of a worker.
 
         Examples
         --------
         >>> print(cluster.get_logs()["mine-0"])
         2... - distributed.nanny - INFO - ...Start Nanny at: ...
         """
+        for argument, value in (("cluster", cluster), ("scheduler", scheduler)):
+            if isinstance(value, str):
+                expected = f"True or False; for the log of a worker, pass workers=[{value!r}]"
+                raise TypeError(message(argument, value, expected))
         return self.sync(self._get_logs, cluster, scheduler, workers)
 
     async def _get_logs(
@@ -950,19 +956,22 @@ class CMLCluster(KeptCluster):
             self._say_interrupted()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost. Another one replaces it.
+        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost, and asks a lost one for
+        # Dask's long connect timeout. Another scheduler replaces it.
         deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
-        time_left = timeout
+        what, time_left = f"{n_workers} workers not connected", timeout
         while True:
-            try:
-                await super()._wait_for_workers(n_workers, time_left)
-                return
-            except TimeoutError:  # which is an OSError, too
-                raise
-            except OSError:
-                self._check_running(f"{n_workers} workers not connected")
-                if time.monotonic() > deadline:
+            if self._remote.connected:
+                try:
+                    await super()._wait_for_workers(n_workers, time_left)
+                    return
+                except TimeoutError:  # which is an OSError, too
                     raise
+                except OSError:
+                    logger.debug("Scheduler of cluster %s lost while %s", self.options.name, what)
+            self._check_running(what)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} within {timeout} s: the scheduler does not answer")
             await asyncio.sleep(timing.collect)
             if timeout is not None:
                 time_left = max(0.01, deadline - time.monotonic())

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -177,6 +178,20 @@ async def test_connecting_to_an_unknown_name_fails_at_once_and_lists_the_known_o
     ) as failed:
         await asyncio.wait_for(Client("cml://other", asynchronous=True, timeout=600), 60)
     assert isinstance(failed.value, OSError)
+
+
+async def test_the_link_to_the_dashboard_is_the_clusters(cluster, holds):
+    async with (
+        CMLCluster(name="linked", platform="local", asynchronous=True, quiet=True) as linked,
+        Client("cml://linked", asynchronous=True) as client,
+        Client(cluster.scheduler_address, asynchronous=True) as without,
+    ):
+        await holds(lambda: client.dashboard_link == linked.dashboard_link)
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/status", client.dashboard_link)
+        assert client.dashboard_link in client._repr_html_()
+        assert without.dashboard_link is None  # its scheduler has no dashboard
+    async with Client(processes=False, dashboard_address=":0", asynchronous=True) as local:
+        assert local.dashboard_link == local.cluster.dashboard_link
 
 
 def test_each_representation_shows_the_address(cluster):

@@ -117,7 +117,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
     assert row["memory"] == 2 * int(Options.read(**options).worker_memory * 2**30)
     header, line = run("list").splitlines()
-    assert header.split() == "name status workers threads memory tasks by age dashboard".split()
+    assert " ".join(header.split()) == "name status workers threads memory tasks by age dashboard"
     assert line.split()[:4] == ["mine", "running", "2", "2"]
     until(lambda: "idle for" in run("list"))
     ends = "ends       after 60 min without tasks; with session mysession\n"

@@ -234,6 +234,8 @@ def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster,
     expected = f"invalid worker 'x': expected one of Scheduler, Cluster, {first}, {second}"
     with pytest.raises(ValueError, match=expected):
         cluster.get_logs(workers=["x"])
+    with pytest.raises(TypeError, match=rf"invalid cluster='{first}': .* pass workers=\['{first}'\]"):
+        cluster.get_logs(first)
 
 
 def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, until):

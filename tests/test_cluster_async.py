@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 
 import dask
 import pytest
@@ -179,6 +180,18 @@ async def test_wait_for_workers_fails_after_its_timeout(it):
     async with simulate() as cluster:
         with pytest.raises(TimeoutError, match=r"^Only 0/2 workers arrived after 1500 ms$"):
             await cluster.wait_for_workers(2, timeout="1500 ms")
+
+
+@simulated
+async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
+    async with simulate(n_workers=1) as cluster:
+        await cluster.wait_for_workers(1)
+        it.platform.evict(it.platform.running[f"{cluster.name}-scheduler"])
+        await eventually(lambda: not cluster.is_connected)
+        begin = time.monotonic()
+        await cluster.wait_for_workers(1)
+        assert cluster.place.number == 1
+        assert time.monotonic() - begin < 25  # Dask tries to connect for 30 s
 
 
 @simulated

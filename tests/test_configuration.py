@@ -284,3 +284,12 @@ async def test_sessions_inherit_the_configuration_from_before_the_creation(platf
 async def test_a_remote_uses_the_platform_of_its_cluster(platform, light):
     async with make() as cluster, rebuild(cluster.name) as remote:
         assert remote.options.platform == "local"
+
+
+def test_a_variable_with_one_underscore_too_few_is_named(monkeypatch):
+    monkeypatch.setenv("DASK_CML_N_WORKERS", "2")
+    monkeypatch.setenv("DASK_CML_API_TIMEOUT", "2")  # not the name of an option
+    words = "DASK_CML_N_WORKERS has no effect: expected DASK_CML__N_WORKERS"
+    with pytest.warns(UserWarning, match=words) as caught:
+        Options.read()
+    assert len(caught) == 1

@@ -384,7 +384,7 @@ async def test_scheduler_info_is_the_schedulers(it):
         await eventually(lambda: len(names(cluster)) == 2)
         known = scheduler.identity()
         assert {*cluster.scheduler_info["workers"]} == {*known["workers"]}
-        assert cluster.scheduler_info["started"] == known["started"]
+        assert cluster.scheduler_info["services"] == known["services"]
 
 
 @simulated

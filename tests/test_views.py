@@ -114,7 +114,10 @@ def test_many_sessions_are_counted_in_one_row(clock):
 
 @pytest.mark.parametrize(
     ("has_started", "line"),
-    [(True, "Cluster c started in 0 s; 1 of 2 workers connected, the others connect as they start"), (False, "")],
+    [
+        (True, "Cluster c started in 0 s; 1 of 2 workers connected, the others connect as they start"),
+        (False, ""),
+    ],
 )
 async def test_one_line_replaces_the_table_when_the_start_ends(holds, clock, monkeypatch, has_started, line):
     screen = Screen()

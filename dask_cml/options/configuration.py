@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,18 @@ def state_directory() -> Path:
 
 
 def check_keys() -> None:
-    """Refuse keys below ``cml`` that are not options.
+    """Refuse keys below ``cml`` that are not options. Warn of environment variables that have no effect.
 
     Raises
     ------
     TypeError, ValueError
         If a key is unknown. The message contains the key, its origin, and the nearest option.
     """
+    for key in OPTIONS:
+        words = key.replace(".", "__").replace("-", "_").upper()
+        if f"DASK_CML_{words}" in os.environ:
+            text = f"the environment variable DASK_CML_{words} has no effect: expected DASK_CML__{words}"
+            warnings.warn(text, stacklevel=2)
     options = [f"cml.{key}" for key in OPTIONS]
     found = [("cml", dask.config.get("cml", {}))]
     while found:

@@ -140,7 +140,6 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "memory": present.memory,
         "idle": None if present.idle_since is None else max(0.0, time.time() - present.idle_since),
     }
-    url, arguments = record.scheduler.app_url, str(record.options.get("scheduler_args"))
     return {
         "name": record.name,
         "address": cluster_address(record.name),
@@ -151,7 +150,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "by": record.maker.user,
         "age": record.age,
         "ends": record.ends,
-        "dashboard": f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None,
+        "dashboard": record.dashboard_link,
         "scheduler": record.scheduler.address,
         **_waiting(record),
     }

@@ -284,6 +284,12 @@ class Record:
         return {DEFAULT_GROUP: self.options, **others}
 
     @property
+    def dashboard_link(self) -> str | None:
+        """The URL of the scheduler's dashboard. None if it has none, or before its URL is known."""
+        url, arguments = self.scheduler.app_url, str(self.options.get("scheduler_args"))
+        return f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None
+
+    @property
     def bounds(self) -> dict[str, tuple[int, int]]:
         """The minimum and the maximum of the worker groups that adapt, by name."""
         bounds = {}

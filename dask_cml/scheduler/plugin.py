@@ -100,7 +100,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.LAST: self.last,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
-            "identity": self.identity,
             "terminate": self.terminate,
             "subscribe_worker_status": self.subscribe_worker_status,
         }
@@ -174,16 +173,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._lifetime.closed = self._lifetime.closed or str(reason)
         await self._scheduler.close(reason=self._lifetime.closed, **arguments)
 
-    def identity(self, **arguments: Any) -> dict[str, Any]:
-        """Describe the scheduler."""
-        return _without_port(self._scheduler.identity(**arguments))
-
     def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
         """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
         last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
         if isinstance(last, WorkerStatusPlugin):
             last.bcomm.abort()
-        return _without_port(self._scheduler.subscribe_worker_status(comm))
+        return self._scheduler.subscribe_worker_status(comm)
 
     # -- the board
 
@@ -482,16 +477,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """Note what nannies say of their workers."""
         self._health.note_event(topic, msg)
-
-
-def _without_port(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's description without the dashboard's port, to which Dask's clients would link.
-
-    The dashboard listens on the loopback of the scheduler's session.
-    """
-    services = dict(identity["services"])
-    has_dashboard = services.pop("dashboard", None) is not None
-    return {**identity, "services": services, "has_dashboard": has_dashboard}
 
 
 async def dask_setup(scheduler: Scheduler) -> None:
