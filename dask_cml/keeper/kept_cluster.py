@@ -967,10 +967,10 @@ class KeptCluster(SpecCluster):
         # Cluster._log prints in the event loop, which a blocked or closed output would stop.
         now, text = datetime.now(), printable_lines(log)
         self._cluster_manager_logs.append((now, text))
-        if self.keeper is not None:
-            self._write_log(now, text)
         if not self.quiet:
             self._say(text)
+        if self.keeper is not None:
+            self._write_log(now, text)
 
     def _say(self, text: str) -> None:
         """Print a line for the user."""
