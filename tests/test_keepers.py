@@ -518,6 +518,19 @@ async def test_a_wanted_worker_whose_session_is_not_in_the_record_is_taken_over_
 
 
 @simulated
+async def test_a_connected_worker_that_nobody_wants_or_has_recorded_is_stopped(it):
+    async with shared(n_workers=2) as cluster:
+        await eventually(lambda: has(cluster, 2))
+        unknown = cluster.workers.pop("shared-1")
+        del cluster.worker_spec["shared-1"]
+        cluster._api.forget(unknown.session_id)
+        for file in (state_directory() / "shared" / SESSIONS_FOLDER).glob(f"{unknown.session_id}*"):
+            file.unlink()
+        await eventually(lambda: it.platform.all[unknown.session_id].stop_requested)
+        await eventually(lambda: has(cluster, 1))
+
+
+@simulated
 async def test_dask_workers_that_are_not_named_like_the_clusters_stay(it, caplog):
     async with (
         shared() as cluster,

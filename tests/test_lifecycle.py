@@ -360,6 +360,25 @@ async def test_the_record_holds_every_session_and_is_its_owners_only(it):
     assert store.records() == []
 
 
+@pytest.mark.parametrize("change", ["refresh", "HOME", "folder"])
+@simulated
+async def test_a_cluster_keeps_its_folder_when_its_process_moves(it, change, monkeypatch, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    async with simulate(name="made", n_workers=1) as cluster:
+        [record] = store.records()
+        await eventually(lambda: arrived(cluster) == 1)
+        if change == "refresh":
+            dask.config.refresh()
+        elif change == "HOME":
+            monkeypatch.setenv("HOME", str(elsewhere))
+        else:
+            monkeypatch.chdir(elsewhere)
+        it.platform.evict(cluster.scheduler.session_id)
+        await eventually(lambda: cluster.place.number == 1 and cluster.is_connected and arrived(cluster) == 1)
+    assert not it.platform.running
+    assert not record.folder.exists()
+
+
 @pytest.mark.parametrize("end", ["leave", "close", "lose"])
 @simulated
 async def test_a_cluster_keeps_its_folder_when_the_configuration_changes(it, end):

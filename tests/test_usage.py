@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import time
+import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,6 +17,7 @@ from click.testing import CliRunner
 from clusters import arrived, create_and_kill, make, rebuild, simulate
 from simulated.testing import eventually, simulated
 
+import dask_cml
 from dask_cml import CMLCluster, SessionHours, Usage, cli
 from dask_cml.errors import NoSuchCluster
 from dask_cml.options import SessionSize
@@ -278,3 +282,49 @@ def test_info_prints_it(platform, light, until, monkeypatch):
         total = SessionHours(**about["total"])
         assert total.sessions == 2
         assert total.gib_hours == pytest.approx(2 * total.hours)
+
+
+# -- what a keeper remembers
+
+
+@simulated
+async def test_a_keeper_remembers_little_of_sessions_that_are_over(it):
+    """A cluster that adapts for weeks has many."""
+
+    async def rounds(n):
+        for _ in range(n):
+            await cluster.scale(10)
+            await eventually(lambda: len(cluster.workers) == 10)
+            await cluster.scale(0)
+            await eventually(lambda: not cluster.workers)
+
+    def taken():
+        gc.collect()
+        # The world remembers the sessions' code, and their scheduler the events.
+        folder = Path(dask_cml.__file__).parent
+        ours = [tracemalloc.Filter(True, str(folder / part)) for part in ("keeper/*", "records/*", "remote.py")]
+        statistics = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
+        return sum(statistic.size for statistic in statistics)
+
+    async with simulate(name="mine") as cluster:
+        await rounds(2)
+        tracemalloc.start()
+        try:
+            await rounds(1)
+            before = taken()
+            await rounds(10)
+            assert taken() - before < 100 * 400
+        finally:
+            tracemalloc.stop()
+
+
+@simulated
+async def test_all_sessions_are_recorded_with_their_sizes(it):
+    """Many are launched at once, and one may be recorded while others are launched."""
+    async with simulate(name="mine", cpu=2, memory=4) as cluster:
+        await cluster.scale(30)
+        await eventually(lambda: len(cluster.workers) == 30)
+        record = store.read("mine")
+        sizes = {launch.size for launch in record.launches.values() if launch.key != "scheduler"}
+        assert sizes == {SessionSize(2, 4, 0)}
+        assert len(record.launches) == 31
