@@ -307,7 +307,7 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
     assert display.data == {"text/plain": ""}
     assert error.traceback[0].startswith("SessionFailed: ")
     [error] = refused
-    assert error.traceback[0] == "ValueError: invalid cpu='many': expected a number above 0"
+    assert error.traceback[0] == "TypeError: invalid cpu='many': expected a number above 0"
     assert len(error.traceback) == 2  # and where it was called
 
 

@@ -162,7 +162,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
             "problem": self._problem,
-            "idle_since": self._known_idle_since,
+            "idle_since": self._idle_since,
         }
 
     async def _keep_file(self) -> None:
