@@ -286,6 +286,22 @@ def test_a_terminal_that_closes_leaves_no_session(platform, all_stopped):
 
 
 @pytest.mark.usefixtures("no_worker_processes")
+def test_sigterm_ends_a_program_that_goes_on_after_it(platform, all_stopped):
+    """As pytest does, whose next test would run."""
+    code = """
+    while True:
+        try:
+            time.sleep(0.1)
+        except SystemExit:
+            print("caught", flush=True)
+    """
+    program = Program(SYNC + textwrap.dedent(code)).when_ready()
+    program.process.send_signal(signal.SIGTERM)
+    assert program.ends() == (128 + signal.SIGTERM, "caught\n", "")
+    all_stopped(2)
+
+
+@pytest.mark.usefixtures("no_worker_processes")
 def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped):
     platform.configure(latency=0.3)
     program = Program(SYNC + "while True: time.sleep(0.1)").when_ready()

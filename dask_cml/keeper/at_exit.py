@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread as executors
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
+#: Seconds for a program that got a signal to end, after its clusters have shut down.
+_GOODBYE = 3.0
 #: Seconds for a step of a task, after which a signal interrupts it.
 _STEP_TIMEOUT = 1.0
 
@@ -28,6 +31,8 @@ _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 #: Added to the number of a signal, it is the exit status of a program that the signal ended.
 _BY_SIGNAL = 128
 _is_over = False
+#: Held by the thread that shuts down the clusters.
+_ending = threading.Lock()
 #: Repeats the signal to exit if the event loop does not handle it in time.
 _leaving: threading.Timer | None = None
 _fork = threading.local()
@@ -78,6 +83,7 @@ def _exit(signum: int, _: Any) -> None:
         os.kill(os.getpid(), signum)
         return
     loop = asyncio._get_running_loop()
+    threading.Thread(target=_end_by_signal, args=(signum,), daemon=True).start()
     if loop is None or _leaving is not None:
         _leave(signum)
     # Between two steps of tasks: asyncio would complain of a task that it interrupts.
@@ -85,6 +91,18 @@ def _exit(signum: int, _: Any) -> None:
     _leaving = threading.Timer(_STEP_TIMEOUT, os.kill, (os.getpid(), signum))
     _leaving.daemon = True
     _leaving.start()
+
+
+def _end_by_signal(signum: int) -> None:
+    """Shut down all clusters, and end the program. It may catch SystemExit and go on, as pytest does."""
+    global _is_over
+    _is_over = True
+    _end_clusters()
+    threading.main_thread().join(_GOODBYE)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(_BY_SIGNAL + signum)
 
 
 def _leave(signum: int) -> NoReturn:
@@ -115,18 +133,23 @@ def _end_all() -> None:
     raising = [signum for signum in handlers if handlers[signum] in (signal.default_int_handler, _exit)]
     for signum in raising:
         signal.signal(signum, _ask_for_patience)
-    threads = []
-    for cluster in unclosed():
-        thread = threading.Thread(target=_end, args=(cluster,), daemon=True)
-        try:
-            thread.start()
-            threads.append(thread)
-        except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads when they exit
-            _end(cluster, elsewhere=True)
-    for thread in threads:
-        thread.join()
+    _end_clusters()
     for signum in raising:
         signal.signal(signum, handlers[signum])
+
+
+def _end_clusters() -> None:
+    with _ending:
+        threads = []
+        for cluster in unclosed():
+            thread = threading.Thread(target=_end, args=(cluster,), daemon=True)
+            try:
+                thread.start()
+                threads.append(thread)
+            except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads when they exit
+                _end(cluster, elsewhere=True)
+        for thread in threads:
+            thread.join()
 
 
 def _uncaught_error() -> BaseException | None:
