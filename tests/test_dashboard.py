@@ -403,6 +403,8 @@ async def test_a_redirect_stays_at_the_dashboard(location, passed):
         "/status/../proxy/1/a",
         "/status/%2e%2e/x",
         "/jupyter/api/kernels",
+        "/hardware",
+        "/hardware/ws",
         "/%2525252570roxy",
         "/%" + "25" * 1000,
     ],

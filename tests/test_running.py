@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
@@ -100,6 +101,16 @@ async def test_pages_of_other_sites_get_no_updates_of_the_raw_dashboard(cluster)
 @pytest.mark.xfail(reason="bokeh compares the beginning of an origin with the names that it allows")
 async def test_pages_whose_host_begins_like_the_dashboards_get_no_updates(cluster):
     assert not await opens_socket(cluster.dashboard_link, "https://127.0.0.1.evil.example")
+
+
+@pytest.mark.parametrize("page", ["hardware", "hardware/autoload.js", "hardware/ws"])
+def test_no_reader_of_the_dashboard_fills_the_workers_disks(cluster, page):
+    """The page benchmarks them, with gigabytes of files."""
+    url = cluster.dashboard_link.removesuffix("status")
+    with urllib.request.urlopen(f"{url}status", timeout=60) as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{url}{page}", timeout=60)
 
 
 def test_widget_and_representations(cluster, client):

@@ -60,8 +60,8 @@ _SOCKET_HEADERS = ("Sec-WebSocket-Accept", "Sec-WebSocket-Extensions", "Sec-WebS
 _HEADER = re.compile(r"[\t\x20-\x7e]*")
 #: The target of a redirect, relative to the address that was asked for.
 _RELATIVE = re.compile(r"[\w.-][\w./-]*", re.ASCII)
-#: Parts of the dashboard that reach other servers or run code.
-_CLOSED = {"proxy", "jupyter", ".", ".."}
+#: Parts of the dashboard that reach other servers, or run code. `hardware` fills the disks of all workers.
+_CLOSED = {"proxy", "jupyter", "hardware", ".", ".."}
 #: How often a path may be percent-encoded.
 _MOST_ENCODED = 3
 #: Seconds for the head of an answer, and for its body. Bytes of an answer.

@@ -479,8 +479,21 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._health.note_event(topic, msg)
 
 
+def _close_costly_pages(scheduler: Scheduler) -> None:
+    """Remove the page that benchmarks the disks of all workers, which a reader of the dashboard could open."""
+    for application in getattr(scheduler.http_application, "applications", ()):
+        router = application.wildcard_router
+        router.rules[:] = [rule for rule in router.rules if not _is_costly(rule.matcher)]
+
+
+def _is_costly(matcher: Any) -> bool:
+    pattern = getattr(getattr(matcher, "regex", None), "pattern", "")
+    return "/hardware" in pattern
+
+
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
+    _close_costly_pages(scheduler)
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
