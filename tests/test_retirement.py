@@ -69,6 +69,23 @@ async def test_without_any_wanted_worker_the_last_one_stops_with_its_data(it):
 
 
 @simulated
+async def test_the_only_data_moves_to_a_worker_that_connects_while_its_worker_is_retired(it):
+    async with (
+        simulate(name="mine", n_workers=1) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: dask_names(cluster) == {"mine-0"})
+        data = client.submit(lambda: "data", pure=False)
+        assert await data == "data"
+        with it.platform.held("list_workers"):  # the retirement asks for the sessions at its end
+            await cluster.scale_down(["mine-0"])
+            await cluster.scale(1)
+            await eventually(lambda: dask_names(cluster) == {"mine-0", "mine-1"})
+        await eventually(lambda: {*cluster.workers} == {"mine-1"})
+        assert await data == "data"
+
+
+@simulated
 async def test_the_only_data_moves_to_a_worker_of_another_group_that_connects_later(it):
     async with simulate(name="mine") as cluster, Client(cluster, asynchronous=True) as client:
         await cluster.add_worker_group("big", n_workers=1)

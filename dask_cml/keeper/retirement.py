@@ -104,6 +104,7 @@ class Retirements:
 
     async def _retire(self, workers: Sequence[CMLWorker]) -> None:
         """Retire workers. A worker stays if it holds data that no other worker can take."""
+        connected = connected_names(self._cluster)  # others that connect meanwhile can take it
         try:
             staying = await self._hand_over(workers)
             if not self._cluster.worker_spec:  # with scale(0), the last worker stops even if its data is lost
@@ -114,7 +115,6 @@ class Retirements:
         except Exception:
             logger.exception("Workers %s not retired yet", [worker.name for worker in workers])
         else:
-            connected = connected_names(self._cluster)
             for worker in workers:
                 worker.retired = worker.name not in staying
                 if worker.retired:
