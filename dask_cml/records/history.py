@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
 _LONGEST_TEXT, _MOST_SAMPLES, _MOST_FAILURES = 300, 1000, 10
-#: Maximum number of bytes of one log.
-_MOST_OF_A_LOG = 2**20
+#: Maximum number of bytes of one log, and of workers whose logs are kept.
+_MOST_OF_A_LOG, _MOST_LOGS = 2**20, 100
 #: The reason if no process has seen the end.
 UNSEEN = "its session ended"
 
@@ -256,7 +256,9 @@ def kept_logs(record: Record) -> SessionLogs:
 def _keep_logs(record: Record, folder: Path) -> None:
     """Move the logs of a cluster whose folder is about to be removed. Keep only the end of a large log."""
     most = _most_bytes_of_logs()
-    paths = SessionLogs(record.name, record.folder).paths().values()
+    paths = [*SessionLogs(record.name, record.folder).paths().values()]
+    # The first logs are those of the cluster and its scheduler. Each file takes the file server some time.
+    paths = paths[:2] + paths[2:][-_MOST_LOGS:]
     if not most or not paths:
         return
     make_folder(folder)

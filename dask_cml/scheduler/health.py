@@ -69,6 +69,8 @@ class Health:
         """Note what a nanny says of its worker."""
         if topic == _MEMORY_TOPIC and isinstance(content, dict):
             self._ended_with[str(content.get("worker"))] = int(content.get("rss") or 0)
+            if len(self._ended_with) > _MOST_LAST:  # many sessions ended with their workers
+                del self._ended_with[next(iter(self._ended_with))]
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
         """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
