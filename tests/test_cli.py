@@ -525,7 +525,7 @@ def test_stale_records_say_so_and_are_pruned(platform, monkeypatch):
     write_record(Record("begun", options={"platform": "local"}))
     status = {row["name"]: row["status"] for row in json.loads(run("list", "--json"))}
     assert status == {"left": "stale", "begun": "starting", "doubtful": "not answering"}
-    assert re.search(r"left +stale +- +- +- +\d+ s +-", run("list"))
+    assert re.search(r"left +stale +- +- +- +- +- +\d+ s +-", run("list"))
     with dask.config.set({"distributed.comm.timeouts.connect": "0.1s"}):
         assert "does not answer" in run("scale", "left", 1, code=1)
     out, err = shell("prune")
