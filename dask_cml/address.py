@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -37,6 +38,8 @@ _POLL_INTERVAL = 0.5
 RECONNECT_TIMEOUT = 300.0
 #: Seconds before the first search for the client that connects, and before the last search. Pauses double.
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
+#: Whether Dask connects in a task of its own, so that a connection does not know which task waits for it.
+_CONNECTS_IN_A_TASK = sys.version_info < (3, 11)
 _warned: set[str] = set()
 #: The clients that have been connected.
 _connected: WeakSet[Client] = WeakSet()
@@ -109,9 +112,10 @@ class CMLConnector(Connector):
                 raise
             why = await _in_thread(_why_ended, _records[address]) or str(error)
             _log_end(unquote(address), why, clients)
-            if any(client._handle_report_task is asyncio.current_task() for client in clients):
+            reconnects = any(client._handle_report_task is asyncio.current_task() for client in clients)
+            if reconnects or _CONNECTS_IN_A_TASK:
                 raise ClusterEnded(str(error)) from error
-            for client in clients:  # this is another connection, or Python 3.10
+            for client in clients:  # this is another connection
                 if client.loop is not None:
                     client.loop.add_callback(client._close, fast=True)
             raise

@@ -364,7 +364,8 @@ async def test_a_script_ends_with_its_cluster(platform, light, tmp_path, holds, 
                 script.kill()
     lines = error.decode().splitlines()
     assert script.returncode == 1
-    assert any(line.startswith("distributed.client.FutureCancelledError") for line in lines)
+    cancelled = ("distributed.client.FutureCancelledError", "concurrent.futures._base.CancelledError")
+    assert any(line.startswith(cancelled) for line in lines), lines
     if end == "shut down":
         assert lines[0] == "Client disconnected from cluster lab, which has ended: closed"
         assert sum(line.startswith("Traceback") for line in lines) == 1
