@@ -123,6 +123,16 @@ def test_the_python_code_of_a_page_runs(project, page):
                 exec(code, names)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [pytest.param(DOCS / "other-tools.md", id="other-tools.md")])
+def test_the_tests_of_a_page_pass(project, page, tmp_path):
+    (block,) = (block for block in blocks(page, "python") if "pytest.fixture" in block.text)
+    (tmp_path / "test_page.py").write_text(block.text)
+    command = [sys.executable, "-m", "pytest", "-q", "test_page.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert "1 passed" in result.stdout, result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_exist(page, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
