@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import tempfile
@@ -28,6 +29,9 @@ def play(seed: int) -> Outcome:
         outcomes.append(episode.outcome)
         await episode.play()
 
+    # What killed processes leave behind runs code when it is collected. Python 3.11 does not survive this while
+    # it compiles code, as for the sessions' arguments.
+    gc.disable()
     with tempfile.TemporaryDirectory(prefix="episode-", ignore_cleanup_errors=True) as directory:
         state = Path(directory) / "state"
         state.mkdir(mode=0o700)
@@ -40,6 +44,8 @@ def play(seed: int) -> Outcome:
                 run(main)
         except Exception as error:
             outcomes[-1].violations.append("".join(traceback.format_exception(error)))
+    gc.enable()
+    gc.collect()
     outcome = outcomes[-1]
     outcome.story.insert(0, str(schedule))
     return outcome
