@@ -29,8 +29,8 @@ def play(seed: int) -> Outcome:
         outcomes.append(episode.outcome)
         await episode.play()
 
-    # What killed processes leave behind runs code when it is collected. Python 3.11 does not survive this while
-    # it compiles code, as for the sessions' arguments.
+    # What killed processes leave behind runs code when it is collected. Python 3.11 does not survive this
+    # while it compiles code, as for the sessions' arguments.
     gc.disable()
     with tempfile.TemporaryDirectory(prefix="episode-", ignore_cleanup_errors=True) as directory:
         state = Path(directory) / "state"
