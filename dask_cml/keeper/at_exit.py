@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
-#: Seconds for a program that got a signal to end, after its clusters have shut down.
+#: Seconds for a program that got a signal to begin to exit.
 _GOODBYE = 3.0
 #: Seconds for a step of a task, after which a signal interrupts it.
 _STEP_TIMEOUT = 1.0
@@ -31,6 +31,8 @@ _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 #: Added to the number of a signal, it is the exit status of a program that the signal ended.
 _BY_SIGNAL = 128
 _is_over = False
+#: Set when the interpreter exits.
+_exits = threading.Event()
 #: Held by the thread that shuts down the clusters.
 _ending = threading.Lock()
 #: Repeats the signal to exit if the event loop does not handle it in time.
@@ -94,11 +96,12 @@ def _exit(signum: int, _: Any) -> None:
 
 
 def _end_by_signal(signum: int) -> None:
-    """Shut down all clusters, and end the program. It may catch SystemExit and go on, as pytest does."""
+    """Shut down all clusters, and end a program that catches SystemExit and goes on, as pytest does."""
     global _is_over
+    if _exits.wait(_GOODBYE):
+        return
     _is_over = True
     _end_clusters()
-    threading.main_thread().join(_GOODBYE)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -113,6 +116,7 @@ def _leave(signum: int) -> NoReturn:
 
 
 def _wait_and_end() -> None:
+    _exits.set()
     status: int | None = None
     try:
         _wait_for_makers()
