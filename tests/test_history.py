@@ -298,11 +298,12 @@ def test_clusters_are_kept_for_a_limited_number_of_days(state):
         assert not leftover.exists()
 
 
-def test_a_site_can_disable_the_history(state):
+def test_a_site_can_disable_the_history(state, caplog):
     with dask.config.set({"cml.history.keep": 0}):
         remembered_nothing = dead_record()
         history.remember(remembered_nothing)
     assert not (state / ".history").exists()
+    assert caplog.text == ""
 
 
 # -- hostile files

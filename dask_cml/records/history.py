@@ -167,7 +167,7 @@ class EndedCluster:
         directory = state_directory()
         if self.log_directory:
             return SessionLogs(self.name, directory / self.name, self.log_directory)
-        return SessionLogs(self.name, directory / HISTORY_FOLDER / self.id)
+        return _logs_in(directory, self.name, self.id)
 
     @property
     def duration(self) -> float:
@@ -250,7 +250,11 @@ def remember(record: Record, why: str = UNSEEN) -> None:
 
 def kept_logs(record: Record) -> SessionLogs:
     """Return the logs that the history keeps of a cluster whose record was removed."""
-    return SessionLogs(record.name, record.folder.parent / HISTORY_FOLDER / record.id)
+    return _logs_in(record.folder.parent, record.name, record.id)
+
+
+def _logs_in(directory: Path, cluster: str, record_id: str) -> SessionLogs:
+    return SessionLogs(cluster, directory / HISTORY_FOLDER / record_id)
 
 
 def _keep_logs(record: Record, folder: Path) -> None:
@@ -280,8 +284,11 @@ def _most_bytes_of_logs() -> int:
 
 def _forget(folder: Path, keep: int, oldest: float) -> None:
     """Remove all but the newest clusters, and all but the newest logs."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        files = [(entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)) for entry in entries]
+    try:
+        with os.scandir(folder) as entries:
+            files = [(entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)) for entry in entries]
+    except FileNotFoundError:  # there is no history
+        return
     files.sort(reverse=True)
     kept: set[str] = set()
     for written, path in files:
