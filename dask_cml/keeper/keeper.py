@@ -57,13 +57,6 @@ _LONGEST_CAUSE = 300
 _MOST_EVENTS = 10_000
 
 
-#: What helps if a launch is refused when a cluster is created.
-_WAY_OUT = (
-    "Ask for fewer or smaller workers. Or create the cluster with n_workers=0 and call cluster.scale(n): it "
-    "launches as many as there is room for. To see what runs, run `dask cml list`"
-)
-
-
 def _class_of(spec: Mapping[str, Any]) -> Any:
     """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
     cls = spec["cls"]
@@ -291,10 +284,7 @@ class Keeper:
                 await shown.end(has_started)
 
     async def _wait_and_join(self, scheduler: CMLScheduler, join: Callable[[str], Any]) -> None:
-        try:
-            await scheduler
-        except LaunchRefused as error:
-            raise LaunchRefused(error.name, error.reason, error.by, _WAY_OUT) from None
+        await scheduler
         await join(str(scheduler.address))
 
     async def _follow(self, workers: Collection[CMLWorker]) -> None:
@@ -307,10 +297,7 @@ class Keeper:
 
     async def _launch_strictly(self, workers: Mapping[str, Any]) -> None:
         async def launch(name: str) -> None:
-            try:
-                await workers[name]
-            except LaunchRefused as error:
-                raise LaunchRefused(error.name, error.reason, error.by, _WAY_OUT) from None
+            await workers[name]
             await self._attach(name, workers[name])
 
         await gather_or_cancel(*map(launch, workers))

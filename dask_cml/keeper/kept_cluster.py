@@ -58,6 +58,11 @@ logger = Logger(__name__)
 
 #: The platform of a running cluster before its record is read.
 _UNKNOWN = ModuleType("unknown")
+#: What helps if a launch is refused when a cluster is created.
+_WAY_OUT = (
+    "Ask for fewer or smaller workers. Or create the cluster with n_workers=0 and call cluster.scale(n): it "
+    "launches as many as there is room for. To see what runs, run `dask cml list`"
+)
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _STOP_AGAIN = 60.0
 
@@ -298,7 +303,10 @@ class KeptCluster(SpecCluster):
         await asyncio.to_thread(self._write_files, files)
         self._set_place(replace(self.place, record=record.id, security=security))
         self._role = keeper
-        await keeper.launch(self._join, strict=True, display=not self._quiet)
+        try:
+            await keeper.launch(self._join, strict=True, display=not self._quiet)
+        except LaunchRefused as error:
+            raise LaunchRefused(error.name, error.reason, error.by, _WAY_OUT) from None
         self._begin_keeping(keeper)
         if not any(self.target(group) or self.limits(group) for group in self.groups.names):
             self._log(f"Cluster {options.name} has no workers yet: call cluster.scale(n) or cluster.adapt()")
