@@ -25,7 +25,7 @@ from distributed.utils import is_kernel
 
 from dask_cml import output
 from dask_cml.sessions.session import CMLProcess, Session
-from dask_cml.words import adapts, format_duration, printable, table, waiting, waiting_workers
+from dask_cml.words import adapts, format_duration, idle, printable, table, waiting, waiting_workers
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
@@ -107,12 +107,8 @@ def describe(cluster: Any) -> Description:
         pending=", ".join(filter(None, pending)),
         problem=cluster.problem,
         adapts=_adapts_words(cluster),
-        idle=_idle_words(board.idle_since),
+        idle="" if board.idle_since is None else idle(time.time() - board.idle_since),
     )
-
-
-def _idle_words(since: float | None) -> str:
-    return "" if since is None else f"idle for {format_duration(max(0.0, time.time() - since))}"
 
 
 def _adapts_words(cluster: Any) -> str:

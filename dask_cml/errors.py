@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 _OURS = frozenset({"IPython", "asyncio", "concurrent", "dask_cml", "distributed", "tornado"})
 
 _Error = TypeVar("_Error", bound=BaseException)
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def in_short(error: BaseException) -> list[str]:
@@ -38,11 +38,11 @@ def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let IPython show the errors of a function's arguments in short. Their messages are complete."""
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:

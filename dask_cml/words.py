@@ -73,6 +73,11 @@ def adapts(minimum: int, maximum: int) -> str:
     return f"adapts between {minimum} and {maximum}"
 
 
+def idle(seconds: float) -> str:
+    """Return the text for a cluster that has had no tasks for so many seconds."""
+    return f"idle for {format_duration(max(0.0, seconds))}"
+
+
 def waiting(seconds: float) -> str:
     """Return the text for a session that has waited for room for so many seconds."""
     return f"waiting for room, {format_duration(seconds)}"

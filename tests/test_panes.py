@@ -71,7 +71,7 @@ def test_the_dashboard_serves_every_pane(client):
     link = client.cluster.dashboard_link
     statuses = {path: status(link.replace("/status", path)) for path in applications}
     assert len(statuses) > 40
-    # Each reader of this one would fill the disks of all workers.
+    # Every reader of this one would fill the disks of all workers.
     assert {path: status for path, status in statuses.items() if status != 200} == {"/hardware": 404}
 
 

@@ -14,7 +14,7 @@ import click
 from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import adapts, format_duration, format_time, printable, waiting
+from dask_cml.words import adapts, format_duration, format_time, idle, printable, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
@@ -48,7 +48,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
     shown = row | {"age": format_duration(row["age"]), "tasks": None}
     if row["status"] == "running":
-        shown["tasks"] = "busy" if row["idle"] is None else f"idle for {format_duration(row['idle'])}"
+        shown["tasks"] = "busy" if row["idle"] is None else idle(row["idle"])
     if row["memory"] is not None:
         shown["memory"] = format_bytes(row["memory"])
     cells = {column: "-" if shown[column] is None else str(shown[column]) for column in _COLUMNS}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
+from dask_cml.options import SessionSize
 from dask_cml.sessions.session import Session
 from dask_cml.validation import validate
 
@@ -56,4 +59,16 @@ class Report:
 
     def known_sessions(self) -> list[Session]:
         """Return the sessions, the scheduler's first."""
-        return [Session.from_json(session) for session in self.sessions]
+        return [_from_json(session) for session in self.sessions]
+
+
+def _from_json(content: Mapping[str, Any]) -> Session:
+    """Return the session that :attr:`Session.as_json` describes."""
+    values = dict(content)
+    waits, since = values.pop("waits"), values["since"]
+    values |= {
+        "since": datetime.fromtimestamp(since, timezone.utc),
+        "size": SessionSize(**values["size"]),
+        "waits_for": max(0.0, time.time() - since) if waits else None,
+    }
+    return Session(**values)

@@ -133,7 +133,7 @@ class Present:
     problem : str or None
         What is wrong with the Dask workers, as a clause.
     idle_since : float or None
-        Since when no task has waited or run, in seconds since 1970. None: some do, or did a moment ago.
+        Since when no task has waited or run, in seconds since 1970. None: some do.
     """
 
     workers: int = 0

@@ -480,7 +480,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
 
 def _close_costly_pages(scheduler: Scheduler) -> None:
-    """Remove the page that benchmarks the disks of workers: each reader of the dashboard can open it."""
+    """Remove the page that benchmarks the disks of workers: every reader of the dashboard can open it."""
     for application in getattr(scheduler.http_application, "applications", ()):
         router = application.wildcard_router
         router.rules[:] = [rule for rule in router.rules if not _is_costly(rule.matcher)]

@@ -24,8 +24,6 @@ from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
-#: The fields of a session that JSON has as they are.
-_FIELDS = ("id", "role", "name", "status", "address", "app_url", "owner")
 #: Seconds in `scheduling` after which a session counts as waiting for room.
 _WAITS_AFTER = 10.0
 
@@ -80,28 +78,17 @@ class Session:
         """The session for a message."""
         # A session waits since its launch. The time of its wait would change with every report.
         return {
-            **{name: getattr(self, name) for name in _FIELDS},
+            "id": self.id,
+            "role": self.role,
+            "name": self.name,
+            "status": self.status,
+            "address": self.address,
+            "app_url": self.app_url,
+            "owner": self.owner,
             "size": {**vars(self.size)},
             "since": self.since.timestamp(),
             "waits": self.waits_for is not None,
         }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Session:
-        """Return the session that :attr:`as_json` describes.
-
-        Parameters
-        ----------
-        content : mapping
-            The message.
-        """
-        since = content["since"]
-        return cls(
-            **{name: content[name] for name in _FIELDS},
-            size=SessionSize(**content["size"]),
-            since=datetime.fromtimestamp(since, timezone.utc),
-            waits_for=max(0.0, time.time() - since) if content["waits"] else None,
-        )
 
 
 class CMLProcess(ProcessInterface):
