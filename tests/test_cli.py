@@ -189,6 +189,12 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     run("delete", "--all")
 
 
+def test_delete_notes_a_reason_in_the_history():
+    run("create", "night")
+    run("delete", "night", "--reason", "the month is over")
+    assert [cluster.why for cluster in asyncio.run(operations.ended_clusters())] == ["the month is over"]
+
+
 def test_a_command_does_not_wait_for_a_cluster_whose_workers_fail(platform):
     run("create", "--name", "mine")
     platform.inject("fails", match="mine-", times=10)
@@ -451,6 +457,16 @@ def test_create_takes_every_kind_of_option(given):
     assert kwargs["scheduler_args"] == ["--preload", "a b"]
     assert kwargs["n_workers"] == 2
     assert (kwargs["worker_class"], kwargs["platform"]) == ("x.Y", "local")
+
+
+@pytest.mark.parametrize("arguments", [("lab",), ("--name", "lab")])
+def test_create_takes_the_name_as_the_other_commands_do(given, arguments):
+    assert given(*arguments)["name"] == "lab"
+
+
+def test_create_takes_one_name():
+    error = run("create", "lab", "--name", "night", code=2)
+    assert "expected one name: got 'lab', and --name night" in error
 
 
 def test_an_idle_cluster_shuts_down_after_an_hour_by_default(given):

@@ -219,7 +219,8 @@ async def list_groups(name: str, as_json: bool) -> None:
 @cml.command()
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--all", "everything", is_flag=True, help="Delete all clusters of the project.")
-async def delete(names: Sequence[str], everything: bool) -> None:
+@click.option("--reason", metavar="TEXT", help="Why, for the clusters' history. Default: who deletes them.")
+async def delete(names: Sequence[str], everything: bool, reason: str | None) -> None:
     """Delete clusters, and stop all their sessions."""
     from dask_cml.records import operations, store
 
@@ -228,7 +229,7 @@ async def delete(names: Sequence[str], everything: bool) -> None:
     records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
     noun = "cluster" if len(records) == 1 else "clusters"
     show(f"Deleting {len(records)} {noun}")
-    results = await operations.end_all(records)
+    results = await operations.end_all(records, reason=reason)
     _report(results, "No clusters.")
 
 

@@ -110,7 +110,8 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cml.command(cls=OptionsCommand)
-def create(**options: Any) -> None:
+@click.argument("new_name", metavar="[NAME]", required=False)
+def create(new_name: str | None, **options: Any) -> None:
     """Create a cluster, and print its name.
 
     The cluster keeps running when this command ends. The command waits until the scheduler answers and
@@ -120,6 +121,10 @@ def create(**options: Any) -> None:
     from dask_cml.cluster import CMLCluster
     from dask_cml.options.unattended import unattended
     from dask_cml.sessions.here import lifetime
+
+    if new_name is not None and options["name"] is not None:
+        raise click.UsageError(f"expected one name: got {new_name!r}, and --name {options['name']}")
+    options["name"] = new_name or options["name"]
 
     class ShellCluster(CMLCluster):
         """A cluster whose words are read in a shell."""

@@ -926,7 +926,7 @@ class KeptCluster(SpecCluster):
             asyncio.run_coroutine_threadsafe(cancel(self._keeping, self._following), loop)
         if record is None or status == Status.closed or not self.shutdown_on_close:
             return
-        program = [sys.executable, "-m", "dask", "cml", "delete", record.name]
+        program = [sys.executable, "-m", "dask", "cml", "delete", record.name, "--reason", self.end_reason]
         environment = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(record.folder.parent)}
         subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
 

@@ -204,7 +204,9 @@ def session_logs(record: Record) -> SessionLogs:
     return SessionLogs(record.name, record.folder, record.options.get("log_directory"))
 
 
-async def end_all(records: Iterable[Record], user: str | None = None) -> dict[str, CMLError | None]:
+async def end_all(
+    records: Iterable[Record], user: str | None = None, reason: str | None = None
+) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
     A scheduler that answers first informs its workers and clients. If sessions of a cluster cannot
@@ -216,6 +218,8 @@ async def end_all(records: Iterable[Record], user: str | None = None) -> dict[st
         The records of the clusters.
     user : str, optional
         The user who deletes them. Default: the user of this process.
+    reason : str, optional
+        Why they end, for their history. Default: that the user deletes them.
 
     Returns
     -------
@@ -227,7 +231,7 @@ async def end_all(records: Iterable[Record], user: str | None = None) -> dict[st
     with_keys = [record for record in records if record.security is not None]  # else anybody may answer
     findings = await liveness.look(with_keys, timeout=_GOODBYE_TIMEOUT)
     answering = [name for name, finding in findings.items() if finding.state is State.ALIVE]
-    return await _end_all(records, answering, deleted_by(user))
+    return await _end_all(records, answering, reason or deleted_by(user))
 
 
 def deleted_by(user: str | None) -> str:
