@@ -85,7 +85,8 @@ def _exit(signum: int, _: Any) -> None:
         os.kill(os.getpid(), signum)
         return
     loop = asyncio._get_running_loop()
-    threading.Thread(target=_end_by_signal, args=(signum,), daemon=True).start()
+    if not _exits.is_set():
+        threading.Thread(target=_end_by_signal, args=(signum,), daemon=True).start()
     if loop is None or _leaving is not None:
         _leave(signum)
     # Between two steps of tasks: asyncio would complain of a task that it interrupts.
