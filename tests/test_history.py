@@ -25,7 +25,7 @@ from clusters import (
     write_record,
     write_scheduler,
 )
-from distributed import Client
+from distributed import Client, KilledWorker
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
@@ -520,6 +520,16 @@ async def test_the_logs_of_a_cluster_outlive_it(locally, holds):
     assert "tasks      0 done, 1 failed\n" in shown
     assert "failed     train-1: ValueError('no luck')\n" in shown
     assert "logs       dask cml logs lab\n" in shown
+
+
+async def test_the_history_says_that_a_task_failed_because_workers_died(locally, holds):
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+        async with make(name="lab", n_workers=1, cpu=1, memory=1) as cluster:
+            await holds(lambda: arrived(cluster) == 1)
+            async with Client(cluster, asynchronous=True) as client:
+                with pytest.raises(KilledWorker):
+                    await client.submit(os._exit, 1, key="train-1")
+    assert [*the_only_one().failures] == ["train-1: the workers that ran it died"]
 
 
 def logged(name, size, ago=0.0):

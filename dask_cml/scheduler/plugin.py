@@ -45,6 +45,7 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 NAME = "dask-cml"
 #: Maximum number of failed tasks that are remembered, and of characters for one.
 _MOST_FAILURES, _LONGEST_FAILURE = 5, 200
+_WORKERS_DIED = "the workers that ran it died"
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -445,7 +446,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._activity.note(time.time(), work)
         failed = [*self._scheduler.erred_tasks][:_MOST_FAILURES]
         if failed:
-            lines = [f"{task.key}: {task.exception_text}" for task in reversed(failed)]
+            # Dask notes no text if the workers died.
+            lines = [f"{task.key}: {task.exception_text or _WORKERS_DIED}" for task in reversed(failed)]
             self._activity.failures = [line[:_LONGEST_FAILURE] for line in lines]
 
     def _shut_down(self, reason: str) -> None:
