@@ -323,7 +323,7 @@ def test_the_application_serves_the_page_and_shuts_down_its_clusters_when_it_sto
     assert store.records() == []
 
 
-def test_the_page_ends_where_the_process_of_the_script_is_killed(platform, until, monkeypatch):
+def test_the_web_ui_ends_with_a_killed_script(platform, until, monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     command = [sys.executable, str(SCRIPTS / "app.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as script:

@@ -1,0 +1,53 @@
+"""Run ``dask cml serve`` as a CML Application."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+
+
+def run_application() -> None:
+    """Serve the web UI of all clusters of the project until CML stops this Application.
+
+    Call it in the script of a CML Application. CML runs the script in IPython, which has an event loop and
+    signal handlers of its own, so the web UI runs in another process. This process forwards its signals: at
+    SIGTERM, the web UI shuts down the clusters that it created.
+
+    Raises
+    ------
+    SystemExit
+        If the web UI fails. CML then shows the Application as failed.
+
+    Examples
+    --------
+    >>> from dask_cml.serve import run_application
+    >>> run_application()  # doctest: +SKIP
+    """
+    code = f"from {__name__} import serve_for; serve_for({os.getpid()})"
+    # In a session of its own, it gets a signal to IPython's process group once, by this process.
+    web_ui = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+    def forward(signum: int, _: Any) -> None:
+        web_ui.send_signal(signum)
+
+    for signum in _SIGNALS:
+        signal.signal(signum, forward)
+    if status := web_ui.wait():
+        sys.exit(status)
+
+
+def serve_for(parent: int) -> None:
+    """Serve the web UI until the parent process ends, or sends a signal."""
+    from dask_cml.cli import cml
+
+    # If the parent is killed, the kernel of Linux sends SIGTERM.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == parent:
+        cml(["serve"], prog_name="dask cml")
