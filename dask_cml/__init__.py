@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from dask_cml.errors import SchedulerTimeout as SchedulerTimeout
     from dask_cml.errors import SessionFailed as SessionFailed
     from dask_cml.keeper.adaptive import CMLAdaptive as CMLAdaptive
+    from dask_cml.private_files import NotPrivate as NotPrivate
     from dask_cml.records.usage import SessionHours as SessionHours
     from dask_cml.records.usage import Usage as Usage
+    from dask_cml.sessions.answers import CallFailed as CallFailed
     from dask_cml.sessions.process import CMLScheduler as CMLScheduler
     from dask_cml.sessions.process import CMLWorker as CMLWorker
     from dask_cml.sessions.session import Session as Session
@@ -30,7 +32,9 @@ _OFFERED = {
     "cluster": "CMLCluster WorkerGroup close_all",
     "errors": "CMLError ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout SessionFailed",
     "keeper.adaptive": "CMLAdaptive",
+    "private_files": "NotPrivate",
     "records.usage": "SessionHours Usage",
+    "sessions.answers": "CallFailed",
     "sessions.process": "CMLScheduler CMLWorker",
     "sessions.session": "Session",
 }

@@ -19,6 +19,7 @@ extensions = [
     "commands",
     "myst_parser",
     "options",
+    "parameters",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
@@ -30,6 +31,9 @@ smartquotes_action = "qe"  # two hyphens begin an option
 
 autodoc_typehints = "none"  # the docstrings say them
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+default_role = "code"
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 
@@ -42,6 +46,8 @@ if os.environ.get("READTHEDOCS"):
     }
 
 html_theme = "furo"
+# Of furo's default, names of modules in code look like links.
+pygments_dark_style = "github-dark"
 html_title = f"{project} {release}"
 html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
@@ -55,14 +61,15 @@ nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*"), ("py:class", r"dask_cml\..
 
 
 def hide_private_parameters(app, what, name, documented, options, signature, returned):
-    return (re.sub(r", _\w+=\w+(\([^()]*\))?", "", signature) if signature else signature), returned
+    """Hide parameters with a leading underscore, and keywords that exist only to be refused."""
+    return (re.sub(r", (_\w+=\w+(\([^()]*\))?|\*\*kwargs)", "", signature) if signature else signature), returned
 
 
 def draw_dashes(app, doctree):
     """Draw the hyphens that Sphinx puts between a parameter and its description."""
     for text in [*doctree.findall(nodes.Text)]:
-        if text == " -- ":
-            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+        if text.startswith((" -- ", ") -- ")):
+            text.parent.replace(text, nodes.Text(text.replace(" -- ", " \N{EN DASH} ", 1)))
 
 
 def setup(app):

@@ -1,4 +1,4 @@
-"""The ``cml-options`` directive: tables of all options, from the package's own table."""
+"""The ``cml-options`` directive: all options with their types and defaults, from the package's own table."""
 
 import json
 from collections.abc import Iterator
@@ -13,9 +13,25 @@ import dask_cml
 from dask_cml.options import OPTION_NAMES
 from dask_cml.options.table import OPTIONS, Option
 
+#: The types of options, by their checks or JSON types.
+_TYPES = {
+    "array": "list of str",
+    "boolean": "bool",
+    "gibibytes": "GiB as a number, or a str with a unit",
+    "gibibytes_or_none": "GiB as a number, or a str with a unit",
+    "integer": "int",
+    "memory_reserve": "GiB as a number, or a str with a unit",
+    "number": "float",
+    "object": "dict",
+    "resources": "dict of str to float",
+    "seconds": "seconds as a number, or a str with a unit",
+    "seconds_or_none": "seconds as a number, or a str with a unit",
+    "string": "str",
+}
+
 
 class Options(SphinxDirective):
-    """Insert tables of all options."""
+    """Insert all options."""
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(str(Path(dask_cml.__file__).with_name("cml-schema.yaml")))
@@ -23,26 +39,30 @@ class Options(SphinxDirective):
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of a heading and a Markdown table for each group of options."""
+    """Yield the lines of a heading for each group of options, and of a directive for each option."""
     for heading, options in groupby(OPTIONS.values(), key=lambda option: option.heading):
-        yield from (f"### {heading}", "", "| option | default | meaning |", "|---|---|---|")
-        yield from map(row, options)
-        yield ""
+        yield from (f"### {heading}", "")
+        for option in options:
+            yield from described(option)
 
 
-def row(option: Option) -> str:
-    """Return the table row of an option."""
-    where = "" if option.argument in OPTION_NAMES else "*Configuration only.* "
-    meaning = f"{where}{option.description} *({type_name(option)})*"
-    cells = f"`cml.{option.key}`", f"`{json.dumps(option.default)}`", meaning
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+def described(option: Option) -> Iterator[str]:
+    """Yield the lines that describe an option."""
+    yield f"```{{confval}} cml.{option.key}"
+    yield f":type: {type_name(option)}"
+    if option.default not in (None, [], {}):
+        yield f":default: `{json.dumps(option.default)}`"
+    yield ""
+    configuration_only = "" if option.argument in OPTION_NAMES else " *Configuration only.*"
+    yield f"{option.description}{configuration_only}"
+    yield from ("```", "")
 
 
 def type_name(option: Option) -> str:
     """Return what an option may be, in words."""
     if option.enum:
         return " or ".join(f"`{json.dumps(value)}`" for value in option.enum)
-    return option.type if isinstance(option.type, str) else " or ".join(option.type)
+    return _TYPES.get(option.check) or _TYPES[option.kind]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
