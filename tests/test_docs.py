@@ -188,7 +188,7 @@ def call(words, root):
     given = arguments.parse_args(words[1:])
     assert given.H == "$AUTH"
     data = None if given.d is None else given.d.encode()
-    url = given.url.replace("$PAGE", root)
+    url = given.url.replace("$URL", root)
     request = urllib.request.Request(url, data, {"Authorization": "Bearer token"}, method=given.X)
     deadline = time.monotonic() + PATIENCE
     while True:
