@@ -149,12 +149,12 @@ def take_sidebar(lab: Page) -> None:
 
 
 def take_widget(lab: Page) -> None:
-    lab.open_notebook("widget.ipynb", MAKE.replace("night", "day"), "cluster")
+    lab.open_notebook("widget.ipynb", MAKE.replace("night", "dawn"), "cluster")
     lab.run_cells()
     cells = lab.notebook.locator(".jp-Cell")
-    sessions = cells.last.locator("summary", has_text="Sessions: 4")
     cells.last.filter(has_text="Workers: 3").wait_for()
-    sessions.click()
+    cells.last.get_by_role("tab", name="Sessions").click()
+    cells.last.locator("td", has_text="connected").nth(2).wait_for()
     lab.page.mouse.move(0, 0)
     first, last = cells.first.bounding_box(), cells.last.bounding_box()
     height = last["y"] + last["height"] - first["y"]
