@@ -162,7 +162,7 @@ async def test_the_users_quota_says_nothing_of_a_teams_project(monkeypatch):
 def test_a_shortage_names_what_is_short_only():
     sessions = [(SessionSize(4, 16, 1), 10), (SessionSize(0.1, 2), 3)]
     left = {"cpu": 12.5, "memory": 166.0, "nvidia_gpu": 4.0}
-    words = "its workers need 40.3 vCPU and 10 GPU, and your quota leaves 12.5 vCPU and 4 GPU"
+    words = "its workers need 40.3 vCPU and 10 GPU, but your quota leaves 12.5 vCPU and 4 GPU"
     assert api_v2.shortage(sessions, left) == words
     assert api_v2.shortage(sessions, {"cpu": 40.3, "memory": 166.0}) is None
     assert api_v2.shortage([(SessionSize(0.1, 1), 3)], {"cpu": 0.3}) is None
@@ -288,7 +288,7 @@ async def test_a_start_says_once_what_the_quota_leaves(it):
     async with workbench() as platform:
         platform.quotas = [quota(most=("8", "64", "0"), used=("7.5", "8", "0"))]
         async with simulate(name="mine", n_workers=2, cpu=1, memory=1) as cluster:
-            line = "Cluster mine: its workers need 2 vCPU, and your quota leaves 0.5 vCPU"
+            line = "Cluster mine: its workers need 2 vCPU, but your quota leaves 0.5 vCPU"
             assert lines_of(cluster) == [line]
             cluster.scale(3)
             await eventually(lambda: arrived(cluster) == 3)

@@ -54,7 +54,7 @@ async def _find_reasons(sessions: Collection[str], found: dict[str, str]) -> Non
             # No document says whether the id is the session's. The workload's URL contains it, too.
             words = {str(entry.get("id")), *re.split(r"\W", str(entry.get("workload_url")))}
             for session in words.intersection(sessions):
-                found[session] = _reason(entry)
+                found.setdefault(session, _reason(entry))
         if not token:
             return
 
@@ -125,7 +125,7 @@ def shortage(sessions: Sessions, left: Mapping[str, float]) -> str | None:
     --------
     >>> from dask_cml.options import SessionSize
     >>> shortage([(SessionSize(4, 16), 10)], {"cpu": 12.0, "memory": 256.0})
-    'its workers need 40 vCPU, and your quota leaves 12 vCPU'
+    'its workers need 40 vCPU, but your quota leaves 12 vCPU'
     """
     needed, short = [], []
     for name, amount in left.items():
@@ -135,7 +135,7 @@ def shortage(sessions: Sessions, left: Mapping[str, float]) -> str | None:
             short.append(f"{amount:.10g} {_UNITS[name]}")
     if not short:
         return None
-    return f"its workers need {' and '.join(needed)}, and your quota leaves {' and '.join(short)}"
+    return f"its workers need {' and '.join(needed)}, but your quota leaves {' and '.join(short)}"
 
 
 async def _in_time(looking: Coroutine[Any, Any, None]) -> None:
