@@ -1,1 +1,1 @@
-"""Measurements of dask-cml, run by ``python -m benchmarks``; docs/benchmarks.md tells what they are."""
+"""Measurements of dask-cml, run by ``python -m benchmarks``; README.md tells what they are."""

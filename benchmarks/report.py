@@ -19,6 +19,8 @@ from rich.table import Table
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 IMAGES = HERE.parent / "docs" / "images"
+#: The benchmarks whose plots the documentation shows.
+SHOWN = ("start", "adapt", "encryption")
 #: Colours of text and lines, and of marks on bars, that are readable on light pages and on dark ones.
 INK, MARK = "#7a7a7a", "tab:red"
 
@@ -102,8 +104,9 @@ def figure(width: float = 8, height: float = 4, rows: int = 1) -> tuple[Any, Any
     return pyplot.subplots(rows, figsize=(width, height), layout="constrained")
 
 
-def save_figure(figure: Any, name: str, images: Path = IMAGES) -> None:
-    """Write a plot into the documentation."""
+def save_figure(figure: Any, name: str, images: Path | None = None) -> None:
+    """Write a plot into the documentation if a page shows it, or else beside the results."""
+    images = images or (IMAGES if name in SHOWN else RESULTS)
     images.mkdir(parents=True, exist_ok=True)
     for axes in figure.axes:
         if legend := axes.get_legend():

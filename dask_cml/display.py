@@ -154,11 +154,17 @@ class StartDisplay:
         The scheduler, and the workers launched with it.
     connected : callable
         Returns the names of the sessions whose Dask workers are connected.
+
+    Attributes
+    ----------
+    notice : str
+        A clause beside the title. Empty if there is none.
     """
 
     def __init__(
         self, name: str, processes: Collection[CMLProcess], connected: Callable[[], Collection[str]]
     ) -> None:
+        self.notice = ""
         self._name = name
         self._processes = processes
         self._connected = connected
@@ -170,6 +176,8 @@ class StartDisplay:
         """Show the sessions until cancelled."""
         while True:
             title = f"Starting cluster {self._name}, {format_duration(time.monotonic() - self._started)}"
+            if self.notice:
+                title += f"; {self.notice}"
             if output.flush(0):  # a screen that blocks gets no more
                 output.write(functools.partial(self._screen.show, title, self.rows()))
             await asyncio.sleep(_INTERVAL)

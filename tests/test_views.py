@@ -127,6 +127,8 @@ async def test_one_line_replaces_the_table_when_the_start_ends(holds, clock, mon
     showing = asyncio.create_task(display.run())
     await holds(lambda: len(screen.tables) > 1)
     assert screen.tables[0][0] == TITLE
+    display.notice = "its workers need more"
+    await holds(lambda: screen.tables[-1][0] == f"{TITLE}; its workers need more")
     await cancel(showing)
     await display.end(has_started)
     assert screen.lines == [line]

@@ -37,6 +37,7 @@ from dask_cml.remote import BoardState, Remote
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler.board import BoardGroup
 from dask_cml.scheduler.lifetime import NOTICE
+from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause, Loss
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
@@ -268,10 +269,17 @@ class Keeper:
         shown = StartDisplay(self._name, [scheduler, *workers], self.arrived) if display else None
         showing = asyncio.create_task(shown.run()) if shown else None
         following: asyncio.Task[None] | None = None
+        asking = asyncio.create_task(api_v2.quota_left()) if strict else None
+        shortage: str | None = None
         has_started = False
         try:
             # The scheduler's session first: where sessions wait for room, workers could take its room.
             await scheduler.launch()
+            # Only now: as soon as the workers are launched, the platform counts them as used.
+            if asking is not None and asking.done():
+                shortage = api_v2.shortage(self._groups.others()[1:], asking.result())
+            if shown is not None and shortage is not None:
+                shown.notice = shortage
             await self._journal.write(self.processes)
             following = asyncio.create_task(self._follow(workers))
             launching = self._launch_strictly(by_name) if strict else self._launch_missing(lambda: True)
@@ -279,9 +287,11 @@ class Keeper:
             await gather_or_cancel(self._wait_and_join(scheduler, join), launching)
             has_started = True
         finally:
-            await cancel(following, showing)
+            await cancel(following, showing, asking)
             if shown is not None:
                 await shown.end(has_started)
+        if shortage is not None:
+            self._log(f"Cluster {self._name}: {shortage}")
 
     async def _wait_and_join(self, scheduler: CMLScheduler, join: Callable[[str], Any]) -> None:
         await scheduler

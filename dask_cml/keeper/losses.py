@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import dask.config
@@ -18,6 +18,7 @@ from dask_cml.remote import Remote
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
+from dask_cml.sessions.session import note_reasons
 
 logger = Logger(__name__)
 
@@ -60,8 +61,16 @@ async def find_losses(workers: Collection[CMLWorker], remote: Remote) -> dict[st
         names = [name for worker in lost for name in worker.dask_names]
         with contextlib.suppress(*NO_ANSWER, CMLError):
             last = await remote.ask(protocol.LAST, names=names)
-    causes = await asyncio.gather(*(_cause(worker, last) for worker in lost))
-    return {worker.name: cause for worker, cause in zip(lost, causes, strict=True)}
+    losses = await _causes(lost, last)
+    unexplained = [worker for worker in lost if worker.has_ended and losses[worker.name].is_a_guess]
+    await note_reasons(unexplained)
+    explained = [worker for worker in unexplained if worker.reason is not None]
+    return losses | await _causes(explained, last)
+
+
+async def _causes(workers: Sequence[CMLWorker], last: Mapping[str, Any]) -> dict[str, Loss]:
+    causes = await asyncio.gather(*(_cause(worker, last) for worker in workers))
+    return {worker.name: cause for worker, cause in zip(workers, causes, strict=True)}
 
 
 def _is_late(worker: CMLWorker) -> bool:

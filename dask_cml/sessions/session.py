@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -14,6 +14,7 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.options import Options, SessionSize
+from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
@@ -114,7 +115,9 @@ class CMLProcess(ProcessInterface):
         self._last_session: tuple[tuple[Any, ...], Session] | None = None
         #: Whether :meth:`close` was called.
         self.was_closed = False
-        #: Why the session ended, if nobody asked for it.
+        #: Why the session ended, in the words of CML's API v2.
+        self.reason: str | None = None
+        #: The cause of the session's end, if nobody asked for it.
         self.loss: str | None = None
 
     async def launch(self) -> None:
@@ -198,7 +201,8 @@ class CMLProcess(ProcessInterface):
     @property
     def reported(self) -> str:
         """What the platform says of the session: its reason in one line or, without one, the status."""
-        reason = self.info.get("message") or self.info.get("k8sMessage") or self.info.get("status")
+        said = self.info.get("message") or self.info.get("k8sMessage") or self.info.get("status")
+        reason = self.reason or said
         return " ".join(str(reason or "unknown").split())
 
     @property
@@ -282,9 +286,18 @@ class CMLProcess(ProcessInterface):
         what : str
             What failed, such as ``ended``.
         """
+        if self.has_ended:
+            await note_reasons([self])
         status = self.info.get("status", "unknown")
         tail = "\n".join(await self.last_lines())
         reason = f" ({self.reported})" if self.reported != status else ""
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{reason}"
         output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"
         return f"{session}; {output}"
+
+
+async def note_reasons(processes: Collection[CMLProcess]) -> None:
+    """Note why sessions have ended, as far as CML's API v2 says it within some seconds."""
+    reasons = await api_v2.reasons({str(process.session_id) for process in processes})
+    for process in processes:
+        process.reason = reasons.get(str(process.session_id), process.reason)

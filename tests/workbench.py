@@ -1,0 +1,152 @@
+"""Stands in for the API v2 of a workbench."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from simulated.clock import VirtualLoop
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.httpserver import HTTPServer
+from tornado.iostream import StreamClosedError
+from tornado.testing import bind_unused_port
+from tornado.web import Application, RequestHandler
+
+KEY = "key-of-the-user"
+USER = "ann"
+
+
+class Workbench:
+    """What the API v2 answers, and what it was asked.
+
+    Attributes
+    ----------
+    usage : callable
+        Returns the entries of sessions.
+    quotas : list
+        The entries of users.
+    page : int
+        Number of entries in an answer.
+    misbehaves : callable, optional
+        Coroutine function that answers instead. It gets the handler of the request.
+    asked : list of str
+        The URLs of all requests, without their address.
+    """
+
+    def __init__(self) -> None:
+        self.usage: Callable[[], list[Any]] = list
+        self.quotas: list[Any] = []
+        self.page = 100
+        self.misbehaves: Callable[[RequestHandler], Any] | None = None
+        self.asked: list[str] = []
+
+    def answer(self, path: str, begin: int) -> dict[str, Any]:
+        """Return a page of entries, as CML's documentation describes it."""
+        field, entries = {
+            "usage": ("usage_response", self.usage()),
+            "usersquota": ("user_quota", self.quotas),
+        }[path]
+        end = begin + self.page
+        token = str(end) if end < len(entries) else ""
+        return {field: entries[begin:end], "next_page_token": token, "total_count": str(len(entries))}
+
+
+class _Handler(RequestHandler):
+    def initialize(self, workbench: Workbench) -> None:
+        self.workbench = workbench
+
+    async def get(self, path: str) -> None:
+        self.workbench.asked.append(self.request.uri or "")
+        if self.workbench.misbehaves is not None:
+            await self.workbench.misbehaves(self)
+        elif self.request.headers.get("Authorization") != f"Bearer {KEY}":
+            self.set_status(401)
+            self.write({"error": "unauthorized", "code": 16, "message": "unauthorized"})
+        else:
+            self.write(self.workbench.answer(path, int(self.get_query_argument("page_token", "0"))))
+
+
+class _Client:
+    """A client for a loop whose clock would jump over an answer that is on its way."""
+
+    def __init__(self, workbench: Workbench, loop: VirtualLoop) -> None:
+        self.workbench, self.loop = workbench, loop
+
+    def fetch(self, request: HTTPRequest) -> asyncio.Future[Any]:
+        fetching = AsyncHTTPClient().fetch(request)
+        if self.workbench.misbehaves is None:
+            self.loop.add_busy(1)
+            fetching.add_done_callback(lambda _: self.loop.add_busy(-1))
+        return fetching
+
+
+@contextlib.asynccontextmanager
+async def workbench() -> AsyncIterator[Workbench]:
+    """Serve a workbench's API v2, and let this process run in its project of the user."""
+    stand_in = Workbench()
+    server = HTTPServer(Application([(r"/api/v2/(\w+)", _Handler, {"workbench": stand_in})]))
+    socket, port = bind_unused_port()
+    server.add_socket(socket)
+    loop = asyncio.get_running_loop()
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(loop, VirtualLoop):
+            patch.setattr("dask_cml.sessions.api_v2.AsyncHTTPClient", lambda: _Client(stand_in, loop))
+        patch.setenv("CDSW_APIV2_KEY", KEY)
+        patch.setenv("CDSW_DOMAIN", f"127.0.0.1:{port}")
+        patch.setenv("CDSW_PROJECT_URL", f"http://127.0.0.1:{port}/api/v1/projects/{USER}/demo")
+        patch.setenv("CDSW_CREATOR", USER)
+        try:
+            yield stand_in
+        finally:
+            server.stop()
+            await server.close_all_connections()
+
+
+# -- how it may misbehave
+
+
+async def never_answers(handler: RequestHandler) -> None:
+    await asyncio.sleep(3600)
+
+
+async def answers_slowly(handler: RequestHandler) -> None:
+    with contextlib.suppress(StreamClosedError):
+        while True:
+            handler.write(" ")
+            await handler.flush()
+            await asyncio.sleep(0.05)
+
+
+async def shows_a_page(handler: RequestHandler) -> None:
+    handler.write("<!DOCTYPE html><title>Sign in</title>")
+
+
+async def redirects(handler: RequestHandler) -> None:
+    handler.redirect("/api/v2/login")
+
+
+async def closes_the_connection(handler: RequestHandler) -> None:
+    handler.request.connection.stream.close()  # type: ignore[attr-defined]
+
+
+async def never_ends(handler: RequestHandler) -> None:
+    """Answer with pages without end."""
+    handler.write({"usage_response": [], "user_quota": [], "next_page_token": "1"})
+
+
+def refuses(code: int) -> Callable[[RequestHandler], Any]:
+    async def refuse(handler: RequestHandler) -> None:
+        handler.set_status(code)
+        handler.write({"message": "no"})
+
+    return refuse
+
+
+def writes(text: str) -> Callable[[RequestHandler], Any]:
+    async def write(handler: RequestHandler) -> None:
+        handler.write(text)
+
+    return write
