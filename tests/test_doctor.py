@@ -31,7 +31,7 @@ from dask_cml.sessions import tls
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
     "platform", "configuration", "state directory", "scratch", "versions", "image", "dashboard", "imports",
-    "sidebar", "time-outs", "clusters",
+    "gang scheduling", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -412,6 +412,15 @@ def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
     monkeypatch.setattr(environment, "version", lambda name: None)
     assert environment.sidebar().state == "ok"
     assert environment.time_outs().state == "ok"
+
+
+def test_doctor_warns_of_a_variable_for_spark_that_holds_sessions_back(cml, monkeypatch):
+    monkeypatch.delenv("ENV_GANG_MIN_MEMBER", raising=False)
+    assert environment.gang_scheduling().state == "ok"
+    monkeypatch.setenv("ENV_GANG_MIN_MEMBER", "3")
+    finding = environment.gang_scheduling()
+    assert finding.state == "warning"
+    assert "delete ENV_GANG_MIN_MEMBER from the project's variables" in finding.words
 
 
 def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):

@@ -135,18 +135,58 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
     assert stub.calls == []
 
 
+async def test_parameters_of_any_release_are_passed_by_their_names(stub, api, monkeypatch):
+    """The order of the parameters differs from one release to another."""
+    sent = {}
+
+    def launch_workers(
+        rdma_network_selections=None, *, env, code, memory, cpu, n, nvidia_gpu=0, accelerator_label_id=None
+    ):
+        sent.update(locals())
+        return [{"id": "stub000000000000"}]
+
+    monkeypatch.setattr(stub, "launch_workers", launch_workers)
+    networks = [{"network_label_id": 10, "quantity": 2}]
+    await api.launch(plan("mine", launch_options={"rdma_network_selections": networks}))
+    assert sent["rdma_network_selections"] == networks
+    assert (sent["n"], sent["cpu"], sent["memory"], sent["code"]) == (1, 1.5, 2, "pass")
+    api.forget("stub000000000000")
+
+
 async def test_a_refused_launch_shows_the_reason_and_stops_the_half_created_session(stub, api, left):
-    stub.refuse(message="failed to launch", k8s_message="exceeded quota: pods")
+    stub.refuse(message="failed to launch", k8s_message="exceeded quota: cpu")
     with pytest.raises(LaunchRefused) as caught:
         await api.launch(plan("mine"))
-    words = "failed to launch. exceeded quota: pods (the number of your sessions is limited: "
-    assert caught.value.reason == f"{words}fewer, larger workers help)"
+    assert caught.value.reason == "failed to launch. exceeded quota: cpu"
     assert "mine" in str(caught.value)
     half_made = [*stub.all][-1]
     assert stub.arguments("stop_workers") == [(half_made,)]
     assert stub.count("launch_workers") == 1
     assert not left()
     assert not api.live
+
+
+@pytest.mark.parametrize(
+    ("k8s_message", "names_pods"),
+    [
+        ("exceeded quota: pods", True),
+        (
+            'pods "x7" is forbidden: exceeded quota: q, requested: pods=1, used: pods=50, limited: pods=50',
+            True,
+        ),
+        ('pods "x7" is forbidden: exceeded quota: q, requested: count/pods=1, limited: count/pods=50', True),
+        ("You have reached your limit of 50 pods", True),
+        ('pods "x7" is forbidden: exceeded quota: q, requested: limits.cpu=4, limited: limits.cpu=8', False),
+        ("podsecurity forbids it", False),
+    ],
+)
+async def test_a_refusal_that_counts_sessions_says_what_helps(stub, api, k8s_message, names_pods):
+    """Kubernetes begins each refusal with the name of the pod, so `pods` alone counts nothing."""
+    stub.refuse(k8s_message=k8s_message)
+    with pytest.raises(LaunchRefused) as caught:
+        await api.launch(plan("mine"))
+    assert ("fewer, larger workers" in caught.value.reason) == names_pods
+    assert ("OVERRIDE_PODQUOTA" in caught.value.reason) == names_pods
 
 
 async def test_a_launch_is_retried_after_stopped_sessions_have_freed_the_quota(stub, api):

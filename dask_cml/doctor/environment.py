@@ -25,7 +25,7 @@ from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers
-from dask_cml.sessions.here import load_platform, this_session
+from dask_cml.sessions.here import GANG, NO_GANG, load_platform, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
@@ -282,6 +282,18 @@ def _why_it_fails(name: str, timeout: float) -> str | None:
         last = error.stdout.decode(errors="replace").strip().rpartition("\n")[2]
         return textwrap.shorten(last or str(error), _MOST_CHARACTERS).rstrip(".")
     return None
+
+
+def gang_scheduling() -> Finding:
+    """Check that no project variable for Spark holds worker sessions back."""
+    if not os.environ.get(GANG):
+        return Finding("ok", "No variable for Spark holds worker sessions back.")
+    words = (
+        f"{GANG} is set, a variable for Spark: CML may hold each worker session back until there is room "
+        f"for several. dask-cml's own sessions get {NO_GANG}=true, which disables this. If they wait for "
+        f"room nevertheless, delete {GANG} from the project's variables."
+    )
+    return Finding("warning", words)
 
 
 def sidebar() -> Finding:

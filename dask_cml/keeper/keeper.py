@@ -180,8 +180,12 @@ class Keeper:
 
     def waits(self, group: str | None = None) -> list[float]:
         """Return how long the wanted workers that are queued have waited for room, in seconds."""
-        waits = [worker.waits_for for worker in self.wanted(group) if not worker.seen]
-        return [seconds for seconds in waits if seconds is not None]
+        return [worker.waits_for for worker in self._waiting(group) if worker.waits_for is not None]
+
+    def _waiting(self, group: str | None = None) -> list[CMLWorker]:
+        """Return the wanted workers that are queued."""
+        workers = self.wanted(group)
+        return [worker for worker in workers if worker.waits_for is not None and not worker.seen]
 
     def backoff(self, group: str = DEFAULT_GROUP) -> Backoff:
         """Return the backoff of a group."""
@@ -679,11 +683,14 @@ class Keeper:
 
     async def _log_lines(self) -> None:
         """Log lines about the cluster when they become true."""
-        board, waits = self._remote.board, self.waits()
+        board, waiting = self._remote.board, self._waiting()
         lines = {}
-        if waits:
+        if waiting:
             n_wanted = len(self._groups.workers())
-            lines["room"] = f" waiting for room for {len(waits)} of {n_wanted} worker sessions"
+            reason = next(filter(None, (worker.reason for worker in waiting)), "")
+            line = f" waiting for room for {len(waiting)} of {n_wanted} worker sessions"
+            # The platform may tell the reason later, and in words that change.
+            lines["reason" if reason else "room"] = f"{line}: {reason}" if reason else line
         restarts = {restart.number: str(restart) for restart in board.restarts}
         if board.problem and board.problem not in restarts.values():
             lines["memory"] = f": {board.problem}"

@@ -25,6 +25,12 @@ _ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped"})
 _REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
 #: Words of errors that match, too, but that a later try may not meet.
 _NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)
+#: Kubernetes counts sessions as pods. It also begins each refusal with the name of the pod.
+_PODS, _SUBJECT = re.compile(r"\bpods\b", re.IGNORECASE), re.compile(r'\bpods "[^"]*"')
+_FEWER = (
+    "CML limits the number of your sessions: use fewer, larger workers, or raise the project variable "
+    "OVERRIDE_PODQUOTA"
+)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
 
@@ -145,16 +151,20 @@ def launched(answer: Any) -> SessionInfo:
     return _with_status(session)
 
 
-#: Kubernetes counts sessions as pods.
-_PODS = re.compile(r"\bpods\b", re.IGNORECASE)
-
-
 def refusal(name: str, answer: SessionInfo) -> LaunchRefused:
     """Return the error for a refused launch, with the platform's error message."""
-    reason = _words_of(answer) or "no reason given"
-    if _PODS.search(reason):
-        reason += " (the number of your sessions is limited: fewer, larger workers help)"
-    return LaunchRefused(name, reason)
+    return LaunchRefused(name, reason_of(answer) or "no reason given")
+
+
+def reason_of(session: SessionInfo) -> str:
+    """Return why a session is refused, waits or has ended, in the platform's words. Empty if it gives none.
+
+    Where the number of sessions is the reason, advice follows.
+    """
+    reason = _words_of(session)
+    if _PODS.search(_SUBJECT.sub("", reason)):
+        reason += f" ({_FEWER})"
+    return reason
 
 
 def _is_refusal(answer: SessionInfo) -> bool:

@@ -13,6 +13,10 @@ from typing import Any
 from dask_cml.errors import NotOnCML
 from dask_cml.words import format_duration
 
+#: A project variable for Spark, by which the platform holds a session back until there is room for several,
+#: and the variable with which a session starts alone.
+GANG, NO_GANG = "ENV_GANG_MIN_MEMBER", "ENV_DISABLE_GANG_SCHEDULER"
+
 
 def this_session() -> str | None:
     """Return the id of the session in which this process runs. Return None outside of sessions."""

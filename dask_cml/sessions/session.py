@@ -14,7 +14,7 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.options import Options, SessionSize
-from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, time_of
+from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, reason_of, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
@@ -198,8 +198,12 @@ class CMLProcess(ProcessInterface):
     @property
     def reported(self) -> str:
         """What the platform says of the session: its reason in one line or, without one, the status."""
-        reason = self.info.get("message") or self.info.get("k8sMessage") or self.info.get("status")
-        return " ".join(str(reason or "unknown").split())
+        return self.reason or " ".join(str(self.info.get("status") or "unknown").split())
+
+    @property
+    def reason(self) -> str:
+        """Why the session waits or has ended, in one line, by the platform. Empty if it gives no reason."""
+        return " ".join(reason_of(self.info).split())
 
     @property
     def ip_address(self) -> str | None:
