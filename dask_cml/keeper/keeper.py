@@ -609,7 +609,8 @@ class Keeper:
         self._listed = time.monotonic()
         dead: set[str] = set()
         for process in self.processes:
-            if process.update(listing) and isinstance(process, CMLWorker):
+            # A connected Dask worker is a better sign than a list that lacks its session.
+            if process.update(listing) and isinstance(process, CMLWorker) and not process.is_missing:
                 dead.update(process.dask_names)
         dead &= connected_names(self._cluster)
         if dead:

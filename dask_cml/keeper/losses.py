@@ -82,7 +82,10 @@ async def _cause(worker: CMLWorker, last: Mapping[str, Any]) -> Loss:
         if worker.gone_since is None:
             limit = worker.options.worker_timeout
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
-        gone = f"a Dask worker has been gone for {_patience():g} s, but its session runs"
+        listed = (
+            "and the platform no longer lists its session" if worker.is_missing else "but its session runs"
+        )
+        gone = f"a Dask worker has been gone for {_patience():g} s, {listed}"
     # Of several Dask workers of a session, the worker that ran tasks counts.
     states = [last[name] for name in worker.dask_names if name in last]
     states.sort(key=lambda state: not state["tasks"])

@@ -14,13 +14,14 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.options import Options, SessionSize
-from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, reason_of, time_of
+from dask_cml.sessions.answers import UNLISTED, SessionInfo, has_ended, is_pending, reason_of, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.session_logs import LOST, last_lines
 from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.timing import timing
 from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
@@ -110,6 +111,8 @@ class CMLProcess(ProcessInterface):
         self.owner: str | None = None
         self._begun_at: float | None = None
         self.is_listed = self._has_run = False
+        #: Since when it is missing in the platform's list, which has contained it before.
+        self._missing_since: float | None = None
         #: The last description of the session, and the state that it describes.
         self._last_session: tuple[tuple[Any, ...], Session] | None = None
         #: Whether :meth:`close` was called.
@@ -235,6 +238,11 @@ class CMLProcess(ProcessInterface):
         return has_ended(self.info)
 
     @property
+    def is_missing(self) -> bool:
+        """Whether the platform's last list lacks the session, and has contained it before."""
+        return self._missing_since is not None
+
+    @property
     def runs_for(self) -> float:
         """Seconds for which the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
@@ -253,9 +261,16 @@ class CMLProcess(ProcessInterface):
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
         """Update the session's state from the platform's list. Return whether the session has ended.
 
-        A session that is not listed keeps its state, because new sessions may be listed late.
+        A session that is not listed keeps its state at first: a new session may be listed late, and a list
+        may be old. It has ended if it was listed before, and is missing for ``timing.unlisted`` seconds.
         """
         listed = listing.get(self.session_id or "", {})
+        if listed or not self.is_listed:
+            self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = time.monotonic()
+        elif time.monotonic() - self._missing_since > timing.unlisted and not has_ended(self.info):
+            self.info = {**self.info, "status": UNLISTED}
         if not listed.items() <= self.info.items():
             self.info = {**self.info, **listed}
         created = time_of(listed, "created_at")
