@@ -265,7 +265,10 @@ async def test_a_malformed_answer_that_lasts_raises_an_error_with_the_platforms_
     stub.say(function, *[answer] * 4)
     with pytest.raises(CallFailed) as caught:
         await do(api, function)
-    assert str(caught.value).endswith(words)
+    if words == "Unauthorized":
+        assert "CML refuses this session's CDSW_API_KEY (Unauthorized)" in str(caught.value)
+    else:
+        assert str(caught.value).endswith(words)
     assert "4 tries" in str(caught.value)
     assert "{" not in str(caught.value)
     assert api.problem == str(caught.value)
@@ -693,6 +696,33 @@ async def test_close_succeeds_although_the_api_fails_for_a_while(stub, api, left
         stub.fail("stop_workers", HTTPError(503), ConnectionError("broken"))
     await api.close()
     assert stub.count("stop_workers") == 3
+    assert not left()
+
+
+@pytest.mark.parametrize("how", ["answer", "error"])
+async def test_a_refused_key_is_named_and_the_end_does_not_try_for_long_what_has_failed_for_long(
+    stub, api, left, how, monkeypatch
+):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
+    monkeypatch.delenv("CDSW_MASTER_ID", raising=False)
+    await launch(api, 2)
+    if how == "answer":
+        stub.say("list_workers", *[UNAUTHORIZED] * 4)
+        stub.answer_stop(*[401] * 100)
+    else:
+        stub.fail("list_workers", *[HTTPError(401)] * 4)
+        stub.fail("stop_workers", *[HTTPError(401)] * 100)
+    words = r"CML refuses .* CDSW_API_KEY \(.+\); if it was rotated, restart session kbmjhsx8uobd5ks9, with"
+    with pytest.raises(CallFailed, match=words):
+        await api.sessions()
+    assert api.key_refused
+    with pytest.raises(CallFailed, match=rf"which may still run: {words}"):
+        await api.close()
+    assert stub.count("stop_workers") <= 2
+    stub.heal()
+    await api.sessions()
+    assert not api.key_refused
+    await api.close()
     assert not left()
 
 

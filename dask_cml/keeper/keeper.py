@@ -130,6 +130,7 @@ class Keeper:
         #: The number of the last restart of a Dask worker that is logged.
         self._last_restart = 0
         self._outage: str | None = None
+        self._key_refused = False
         self._unrunnable: str | None = None
         self._sent_url: str | None = None
 
@@ -579,15 +580,30 @@ class Keeper:
             logger.warning("Cannot manage cluster %s: %s", self._name, str(error) or repr(error))
         except Exception:
             logger.exception("Cannot manage cluster %s", self._name)
-        self._log_outage()
+        await self._log_outage()
 
-    def _log_outage(self) -> None:
+    async def _log_outage(self) -> None:
         before, outage = self._outage, self._api.problem
+        refused_before, self._key_refused = self._key_refused, self._api.key_refused
         self._outage = outage
-        if outage and not before:
+        if outage and self._key_refused:
+            if not refused_before:
+                self._log(f"Cannot manage cluster {self._name}: {outage}. {await self._what_runs()}")
+        elif outage and not before:
             logger.warning("Cannot manage cluster %s: %s", self._name, outage)
         elif before and not outage:
             logger.warning("Managing cluster %s again", self._name)
+
+    async def _what_runs(self) -> str:
+        """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
+        record = await asyncio.to_thread(store.find_again, self._record) or self._record
+        n = len([process for process in self.processes if not process.has_ended])
+        ends = f" They end {', or '.join(record.ends)}." if record.ends else ""
+        return (
+            f"Until then, this process launches and stops no session. The cluster's {n} "
+            f"session{'s' * (n != 1)} and its tasks run on.{ends} To end them now, call cluster.close(): the "
+            "scheduler tells their programs to exit"
+        )
 
     async def _find_losses(self) -> dict[str, Loss]:
         now, connected = time.monotonic(), connected_names(self._cluster)

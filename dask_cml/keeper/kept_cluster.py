@@ -44,6 +44,7 @@ from dask_cml.records.usage import Usage, usage_of
 from dask_cml.remote import BoardState, Remote
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions import here, tls
+from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
@@ -846,7 +847,13 @@ class KeptCluster(SpecCluster):
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 last = await asyncio.to_thread(store.read_again, record)
                 self._usage, self._lasted = usage_of(last, time.time()), record.age
-        await self._api.close(self._stop_sessions_now)
+        try:
+            await self._api.close(self._stop_sessions_now)
+        except CallFailed as error:
+            latest = record and await asyncio.to_thread(store.find_again, record)
+            if latest and latest.scheduler.closed is not None:
+                raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
+            raise
 
     def _stop_sessions_now(self) -> None:
         """Stop all sessions and remove the record, like :meth:`_stop_sessions`. Blocks."""

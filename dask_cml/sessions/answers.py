@@ -12,6 +12,7 @@ from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.sessions.here import this_owner
 from dask_cml.words import printable, printable_lines
 
 #: The platform's information on a session.
@@ -33,6 +34,7 @@ _FEWER = (
     "CML limits the number of your sessions: use fewer, larger workers, or raise the project variable "
     "OVERRIDE_PODQUOTA"
 )
+_UNAUTHORIZED = re.compile(r"\bunauthori[sz]ed\b", re.IGNORECASE)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
 
@@ -63,14 +65,26 @@ class CallFailed(CMLError):
 
 def may_pass(error: BaseException) -> bool:
     """Return whether a later try may succeed after this error."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None) or getattr(error, "code", None)
-    if isinstance(status, int):
+    status = _http_status(error)
+    if status is not None:
         return status >= 500 or status in (401, 408, 429)
     if isinstance(error, (WrongAnswer, NoAnswer)) or _is_no_json(error):
         return True
     # An OSError always comes from outside this program.
     return not is_missing_key(error) and (isinstance(error, OSError) or not isinstance(error, _OUR_FAULT))
+
+
+def _http_status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None) or getattr(error, "code", None)
+    return status if isinstance(status, int) else None
+
+
+def refuses_key(error: BaseException) -> bool:
+    """Return whether the platform does not accept this session's key, as after its rotation."""
+    status = _http_status(error)
+    is_without_status = status is None and isinstance(error, WrongAnswer)
+    return status == 401 or (is_without_status and _UNAUTHORIZED.search(str(error)) is not None)
 
 
 def is_of_the_platform(error: BaseException) -> bool:
@@ -97,7 +111,14 @@ def in_words(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
     if not isinstance(error, CMLError):
         line = f"{type(error).__name__}: {line}".removesuffix(": ")
-    return printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
+    words = printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
+    if refuses_key(error):
+        session = f"session {this_owner()}" if this_owner() else "this session"
+        words = (
+            f"CML refuses this session's {_KEY} ({words}); if it was rotated, restart {session}, with which "
+            "its worker sessions end"
+        )
+    return words
 
 
 def has_ended(session: SessionInfo) -> bool:

@@ -114,6 +114,11 @@ class WorkersAPI:
         return next(iter([*self._calls.failures.values()]), None)
 
     @property
+    def key_refused(self) -> bool:
+        """Whether the platform refuses this session's key, so that no call succeeds."""
+        return self._calls.key_refused
+
+    @property
     def shares_host_network(self) -> bool:
         """Whether sessions share this machine's ports, as on the local platform."""
         return bool(getattr(self.module, "shares_host_network", bool)())
@@ -372,7 +377,9 @@ class WorkersAPI:
         # A launch that is answered from now on stops its session.
         self._calls.wait_for("launch", deadline - self._calls.limit / 2 - time.monotonic())
         hangs = False
-        for pause in [*self._calls.pauses(), None]:
+        # Calls have failed for long already if the key is refused.
+        pauses = [] if self.key_refused else self._calls.pauses()
+        for pause in [*pauses, None]:
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
             limit = max(deadline - time.monotonic(), self._calls.limit / 4)
             errors = self._stop_live(limit if hangs else self._time_to_stop(self.live) / 2, one_by_one=hangs)
