@@ -435,6 +435,20 @@ def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
         assert environment.time_outs().state == "ok"
 
 
+@pytest.mark.parametrize("has_jupyterlab", [True, False])
+def test_doctor_shows_the_limits_of_the_session(cml, monkeypatch, has_jupyterlab):
+    for name in ("CDSW_MASTER_ID", "CDSW_ENGINE_TYPE", "SESSION_MAXIMUM_MINUTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("IDLE_MAXIMUM_MINUTES", "90")
+    monkeypatch.setattr(environment, "version", lambda name: "4" if has_jupyterlab else None)
+    finding = environment.time_outs()
+    assert finding.state == "warning"
+    assert (
+        "CML ends session kbmjhsx8uobd5ks9 after 90 min without use, even while it computes." in finding.words
+    )
+    assert ("JUPYTER_SERVER_TIMEOUT_SECONDS" in finding.words) == has_jupyterlab
+
+
 # -- clusters
 
 

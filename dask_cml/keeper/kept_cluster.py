@@ -311,6 +311,8 @@ class KeptCluster(SpecCluster):
         self._begin_keeping(keeper)
         if not any(self.target(group) or self.limits(group) for group in self.groups.names):
             self._log(f"Cluster {options.name} has no workers yet: call cluster.scale(n) or cluster.adapt()")
+        if limits_of_session := here.session_limits():
+            self._log(limits_of_session)
         if not options.shutdown_on_close:
             self._log(here.lifetime(options.name, options.idle_timeout))
 
