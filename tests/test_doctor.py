@@ -31,7 +31,7 @@ from dask_cml.sessions import tls
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
     "platform", "configuration", "state directory", "scratch", "versions", "image", "dashboard", "imports",
-    "sidebar", "time-outs", "clusters",
+    "gang scheduling", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -414,6 +414,15 @@ def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
     assert environment.time_outs().state == "ok"
 
 
+def test_doctor_warns_of_a_variable_for_spark_that_holds_sessions_back(cml, monkeypatch):
+    monkeypatch.delenv("ENV_GANG_MIN_MEMBER", raising=False)
+    assert environment.gang_scheduling().state == "ok"
+    monkeypatch.setenv("ENV_GANG_MIN_MEMBER", "3")
+    finding = environment.gang_scheduling()
+    assert finding.state == "warning"
+    assert "delete ENV_GANG_MIN_MEMBER from the project's variables" in finding.words
+
+
 def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
     assert "by default 3600" in environment.time_outs().words
     monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
@@ -424,6 +433,20 @@ def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
     assert "43200" in finding.words
     with dask.config.set({"cml.platform": "local"}):
         assert environment.time_outs().state == "ok"
+
+
+@pytest.mark.parametrize("has_jupyterlab", [True, False])
+def test_doctor_shows_the_limits_of_the_session(cml, monkeypatch, has_jupyterlab):
+    for name in ("CDSW_MASTER_ID", "CDSW_ENGINE_TYPE", "SESSION_MAXIMUM_MINUTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("IDLE_MAXIMUM_MINUTES", "90")
+    monkeypatch.setattr(environment, "version", lambda name: "4" if has_jupyterlab else None)
+    finding = environment.time_outs()
+    assert finding.state == "warning"
+    assert (
+        "CML ends session kbmjhsx8uobd5ks9 after 90 min without use, even while it computes." in finding.words
+    )
+    assert ("JUPYTER_SERVER_TIMEOUT_SECONDS" in finding.words) == has_jupyterlab
 
 
 # -- clusters

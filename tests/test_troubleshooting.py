@@ -117,6 +117,8 @@ def test_the_page_lists_the_errors_of_a_start(platform, seen, shown, monkeypatch
     with dask.config.set({"cml.api.retries": 0}):
         faults.inject("error", status=503)
         fails(seen, CMLError, make)
+        faults.inject("answer", status=401)
+        fails(seen, CMLError, make)
     faults.inject("error", status=403)
     fails(seen, CMLError, make)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
@@ -227,6 +229,11 @@ def test_the_page_lists_the_messages_of_an_outage(platform, seen, shown, until, 
         faults.clear()
         until(lambda: "Managing cluster night again" in caplog.text)
         seen.append(caplog.text)
+        faults.inject("error", status=401, seconds=600)
+        until(lambda: "CDSW_API_KEY" in log_of(cluster))
+        seen.append(log_of(cluster))
+        faults.clear()
+        until(lambda: cluster.problem is None)
         faults.inject("error", status=503, seconds=600)
         fails(seen, CMLError, cluster.close)
     finally:

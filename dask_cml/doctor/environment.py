@@ -25,7 +25,7 @@ from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers
-from dask_cml.sessions.here import load_platform, this_session
+from dask_cml.sessions.here import GANG, NO_GANG, load_platform, session_limits, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
@@ -284,6 +284,18 @@ def _why_it_fails(name: str, timeout: float) -> str | None:
     return None
 
 
+def gang_scheduling() -> Finding:
+    """Check that no project variable for Spark holds worker sessions back."""
+    if not os.environ.get(GANG):
+        return Finding("ok", "No variable for Spark holds worker sessions back.")
+    words = (
+        f"{GANG} is set, a variable for Spark: CML may hold each worker session back until there is room "
+        f"for several. dask-cml's own sessions get {NO_GANG}=true, which disables this. If they wait for "
+        f"room nevertheless, delete {GANG} from the project's variables."
+    )
+    return Finding("warning", words)
+
+
 def sidebar() -> Finding:
     """Check that JupyterLab's Dask sidebar is installed and enabled."""
     if version("jupyterlab") is None:
@@ -317,12 +329,16 @@ def _enable(extensions: Sequence[str], directory: str) -> str:
 
 
 def time_outs() -> Finding:
-    """Report the idle time-outs of JupyterLab. When it shuts down, the session and its workers stop."""
-    if version("jupyterlab") is None or not launches_sessions():
-        return Finding("ok", "Only JupyterLab on CML shuts down when it is idle.")
-    values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
-    words = (
-        f"JupyterLab shuts down kernels, and then the session with its workers, after {' and '.join(values)} "
-        "seconds. Set both as environment variables of the project."
-    )
-    return Finding("warning", words)
+    """Report when CML and JupyterLab end this session. With it, its worker sessions end."""
+    if not launches_sessions():
+        return Finding("ok", "Only sessions of CML end when they are idle.")
+    sentences = [f"{limits}."] if (limits := session_limits()) else []
+    if version("jupyterlab") is not None:
+        values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
+        sentences.append(
+            f"JupyterLab shuts down kernels, and then the session with its workers, after "
+            f"{' and '.join(values)} seconds. Set both as environment variables of the project."
+        )
+    if not sentences:
+        return Finding("ok", "CML sets no limit to this session that is known here.")
+    return Finding("warning", " ".join(sentences))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_cml import protocol
 from dask_cml.errors import CMLError, LaunchRefused
@@ -89,10 +88,11 @@ class Failover:
         record, scheduler = await self._read(known), self._cluster.scheduler
         if record.scheduler.number > self._cluster.place.number:
             return "another process replaces it"
-        listing: Mapping[str, Any] = {}
         with contextlib.suppress(CMLError):
             listing = await self._api.sessions()
-        if isinstance(scheduler, CMLScheduler) and scheduler.update(listing):
+            if isinstance(scheduler, CMLScheduler):
+                scheduler.update(listing)
+        if isinstance(scheduler, CMLScheduler) and scheduler.has_ended:
             return await self._why_it_ended(record, scheduler)
         silent = time.monotonic() - self._remote.heard
         if silent <= timing.silence + timing.answer:

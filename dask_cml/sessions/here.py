@@ -8,10 +8,21 @@ from __future__ import annotations
 import getpass
 import importlib
 import os
+import time
 from typing import Any
+
+import psutil
 
 from dask_cml.errors import NotOnCML
 from dask_cml.words import format_duration
+
+#: A project variable for Spark, by which the platform holds a session back until there is room for several,
+#: and the variable with which a session starts alone.
+GANG, NO_GANG = "ENV_GANG_MIN_MEMBER", "ENV_DISABLE_GANG_SCHEDULER"
+
+#: The kinds of sessions that have no limit, or whose limit is that of another session.
+_WITHOUT_LIMITS = frozenset({"application", "worker", "model", "experiment"})
+_LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
 
 
 def this_session() -> str | None:
@@ -50,6 +61,49 @@ def lifetime(name: str, idle_timeout: float | None) -> str:
     end = f"session {owner} ends" if owner else "this machine restarts"
     idle = f", or it is idle for {format_duration(idle_timeout)}" if idle_timeout else ""
     return f"Cluster {name} can run until {end}{idle}"
+
+
+def session_limits() -> str:
+    """Return when the platform ends the session of this process, and how to work for longer.
+
+    Return an empty text if it does not say so, or if this process's launches end with another session.
+    """
+    session, kind = this_session(), os.environ.get("CDSW_ENGINE_TYPE", "").lower()
+    if session is None or session != this_owner() or kind in _WITHOUT_LIMITS:
+        return ""
+    is_job = kind == "job"
+    idle = None if is_job else _minutes("IDLE_MAXIMUM_MINUTES")
+    most = _minutes("JOB_MAXIMUM_MINUTES" if is_job else "SESSION_MAXIMUM_MINUTES")
+    ends = []
+    if idle is not None:
+        ends.append(f"after {format_duration(idle)} without use, even while it computes")
+    if most is not None:
+        left = most - _age()
+        ends.append(
+            f"in {format_duration(left)} at the latest" if left > 0 else f"after {format_duration(most)}"
+        )
+    if not ends:
+        return ""
+    noun = "Job" if is_job else "session"
+    words = f"CML ends {noun} {session} {', and '.join(ends)}. Its clusters end with it"
+    return words if is_job else f"{words}. {_LONGER}"
+
+
+def _minutes(variable: str) -> float | None:
+    """Return the minutes in a variable, in seconds. None: it sets no limit."""
+    try:
+        seconds = 60.0 * int(os.environ.get(variable, ""))
+    except ValueError:
+        return None
+    return seconds if seconds > 0 else None
+
+
+def _age() -> float:
+    """Return the age of this session, in seconds: its first process starts its pod."""
+    try:
+        return max(0.0, time.time() - psutil.Process(1).create_time())
+    except psutil.Error:
+        return 0.0
 
 
 def load_platform(platform: str = "auto") -> Any:

@@ -19,6 +19,7 @@ from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, NUMBER, SCHEDULER, schedul
 from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
+from dask_cml.sessions.here import GANG, NO_GANG
 from dask_cml.sessions.session_logs import log_path
 
 PRELOAD = "dask_cml.scheduler.plugin"
@@ -241,5 +242,8 @@ def _plan(
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
     session["command"] = command + arguments
     code = wrapper.code(f"{role} of the Dask cluster {options.name!r}", session)
-    env = {"PYTHONUNBUFFERED": "1", **env}
+    own = {"PYTHONUNBUFFERED": "1"}
+    if os.environ.get(GANG):
+        own[NO_GANG] = "true"
+    env = {**own, **env}
     return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env})

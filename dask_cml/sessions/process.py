@@ -108,7 +108,7 @@ class CMLScheduler(CMLProcess):
             return
         logger.info("Session %s of the scheduler used instead of %s", session, self.session_id)
         self.api.adopt(session, self.plan.name)
-        self.info = {"id": session}
+        self.info, self.is_listed = {"id": session}, False
 
     async def _wait_for_answer(self) -> str:
         while True:
