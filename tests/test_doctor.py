@@ -26,12 +26,12 @@ from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.environment import Finding
 from dask_cml.options import state_directory
 from dask_cml.records.record import Maker, Record, SchedulerState
-from dask_cml.sessions import tls
+from dask_cml.sessions import mesh, tls
 
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
-    "platform", "configuration", "state directory", "scratch", "versions", "image", "dashboard", "imports",
-    "sidebar", "time-outs", "clusters",
+    "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
+    "imports", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -241,6 +241,25 @@ def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml, key):
         finding = environment.configuration()
     assert finding.state == "wrong"
     assert f"{key}='lots'" in finding.words
+
+
+@pytest.mark.parametrize(("status", "state"), [(200, "warning"), (503, "ok")])
+def test_a_sidecar_of_a_mesh_is_a_warning_with_the_administrators_command(cml, sidecar, status, state):
+    sidecar[0] = status
+    finding = environment.network()
+    assert finding.state == state
+    assert finding.command == (mesh.PERMIT if state == "warning" else None)
+
+
+def test_a_silent_program_at_the_sidecars_port_delays_the_doctor_for_seconds_only(cml, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(mesh, "HEALTH_PORT", silent.getsockname()[1])
+        assert environment.network() == Finding("ok", "No Istio sidecar runs in this session.")
+
+
+def test_a_sidecar_does_not_matter_to_clusters_on_this_machine(cml, sidecar):
+    with dask.config.set({"cml.platform": "local"}):
+        assert environment.network().state == "ok"
 
 
 # -- the state directory

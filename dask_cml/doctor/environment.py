@@ -24,7 +24,7 @@ from dask_cml import options
 from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
-from dask_cml.sessions import answers
+from dask_cml.sessions import answers, mesh
 from dask_cml.sessions.here import load_platform, this_session
 from dask_cml.words import printable
 
@@ -119,6 +119,19 @@ def platform() -> Finding:
 def launches_sessions() -> bool:
     """Return whether this process creates clusters of CML sessions."""
     return this_session() is not None and dask.config.get("cml.platform", None) != "local"
+
+
+def network() -> Finding:
+    """Check that no service mesh may keep Dask from connecting sessions."""
+    if not launches_sessions():
+        return Finding("ok", "Clusters on this machine use its loopback only.")
+    if not mesh.has_sidecar():
+        return Finding("ok", "No Istio sidecar runs in this session.")
+    words = (
+        f"{mesh.EFFECT} No cluster starts then. An administrator can see the mode by "
+        f"`{mesh.SHOW_MODE}`, and let Dask pass by this command."
+    )
+    return Finding("warning", words, mesh.PERMIT)
 
 
 def configuration() -> Finding:
