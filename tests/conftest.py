@@ -189,7 +189,7 @@ def processes_of(directory: Path) -> Iterator[psutil.Process]:
 
 @pytest.fixture
 def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """An Istio sidecar of this session. The test may change the HTTP status that it answers, the one element."""
+    """An Istio sidecar of this session. The one element is the HTTP status of its answers."""
     status = [200]
 
     class Handler(http.server.BaseHTTPRequestHandler):

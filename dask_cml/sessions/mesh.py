@@ -1,7 +1,7 @@
 """Finds out whether a service mesh may keep Dask from connecting sessions.
 
-On some workbenches, an Istio sidecar in each pod accepts all connections. If the mesh demands its own mutual TLS,
-every connection between pods succeeds, and nothing that Dask sends arrives.
+On some workbenches, an Istio sidecar in each pod accepts all connections. If the mesh demands its own mutual
+TLS, every connection between pods succeeds, and nothing that Dask sends arrives.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PERMIT = (
 )
 #: What a sidecar can mean, in sentences.
 EFFECT = (
-    "An Istio sidecar runs in this session. If the mesh has the mode STRICT, it accepts all connections between "
-    "sessions, but Dask never gets an answer."
+    "An Istio sidecar runs in this session. If the mesh has the mode STRICT, it accepts all connections "
+    "between sessions, but Dask never gets an answer."
 )
 
 
