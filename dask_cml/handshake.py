@@ -1,7 +1,7 @@
 """A time limit for Dask's handshake on each new connection.
 
-Dask limits the time until a connection is open, with TLS. After that, it waits for the peer's handshake without a
-limit: connect (comm/core.py:369). If a service mesh accepts the connection, the handshake never comes.
+Dask limits the time until a connection is open, with TLS. After that, it waits for the peer's handshake
+without a limit: connect (comm/core.py:369). If a service mesh accepts the connection, it never comes.
 """
 
 from __future__ import annotations

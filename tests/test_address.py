@@ -302,7 +302,7 @@ async def test_an_error_of_another_users_cluster_says_whose_it_is(mute, monkeypa
         await asyncio.wait_for(CMLCluster.from_name("mute", asynchronous=True, quiet=True), 60)
     assert (other in str(remote.value)) == (user == "ben")
     assert ("run `dask cml delete mute`" in str(remote.value)) == (user == "ana")
-    with pytest.raises(OSError, match="Timed out|did not answer") as client:
+    with pytest.raises(OSError, match=r"Timed out|did not answer") as client:
         await asyncio.wait_for(Client("cml://mute", asynchronous=True), 60)
     assert (other in chain(client.value)) == (user == "ben")
 

@@ -25,7 +25,7 @@ from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers, mesh
-from dask_cml.sessions.here import load_platform, this_session
+from dask_cml.sessions.here import load_platform, origin, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
@@ -100,20 +100,24 @@ def platform() -> Finding:
     """Check that this process can import the platform's module, and that the module lists sessions."""
     try:  # `configuration` finds an invalid platform
         module = load_platform(dask.config.get("cml.platform", None))
-        listed = answers.listed(module.list_workers())
-    except NotOnCML:
+    except NotOnCML as error:
+        if error.__cause__ is not None:  # the module is there
+            return Finding("wrong", f"{textwrap.shorten(str(error), _MOST_CHARACTERS).rstrip('.')}.")
         words = f"{sys.executable} cannot import cml.workers_v1 or cdsw"
         if this_session() is None:
             return Finding("wrong", f"{words}.", "export DASK_CML__PLATFORM=local")
         runtime = getattr(sys, "_base_executable", None) or "python3"
         command = shlex.join([runtime, "-m", "dask", "cml", "doctor"])
         return Finding("wrong", f"{words}, because it is not the runtime's Python.", command)
+    file = f"{module.__name__} is {origin(module.__file__)}."
+    try:
+        listed = answers.listed(module.list_workers())
     except Exception as error:
         words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _MOST_CHARACTERS)
-        return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session.")
+        return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
     live = sum(not answers.has_ended(each) for each in listed)
     words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
-    return Finding("ok", words)
+    return Finding("ok", f"{words} {file}")
 
 
 def launches_sessions() -> bool:

@@ -8,10 +8,15 @@ from __future__ import annotations
 import getpass
 import importlib
 import os
+import re
+from importlib.machinery import PathFinder
 from typing import Any
 
 from dask_cml.errors import NotOnCML
 from dask_cml.words import format_duration
+
+#: The folder from which a workbench adds its packages to the images.
+_ADDON = re.compile(r"/cmladdon-([^/]+)/")
 
 
 def this_session() -> str | None:
@@ -52,6 +57,18 @@ def lifetime(name: str, idle_timeout: float | None) -> str:
     return f"Cluster {name} can run until {end}{idle}"
 
 
+def origin(path: object) -> str:
+    """Return the path of the platform's module, with the release of the workbench that has added it.
+
+    Examples
+    --------
+    >>> origin("/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py")
+    '/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py (workbench 2.0.49-b279)'
+    """
+    release = _ADDON.search(str(path))
+    return f"{path} (workbench {release[1]})" if release else str(path)
+
+
 def load_platform(platform: str = "auto") -> Any:
     """Import the platform's module, with ``launch_workers``, ``list_workers`` and ``stop_workers``.
 
@@ -67,13 +84,20 @@ def load_platform(platform: str = "auto") -> Any:
     """
     if platform == "local":
         return importlib.import_module("dask_cml.local")
+    broken: ImportError | None = None
     for name in ("cml.workers_v1", "cdsw"):
         try:
             module = importlib.import_module(name)
-        except ImportError:
+        except ImportError as error:
+            if error.name not in ("cml", name):  # the module is there
+                broken = broken or error
             continue
         if hasattr(module, "launch_workers"):
             return module
+    if broken is not None:
+        specs = [spec for spec in map(PathFinder.find_spec, ("cml", "cdsw")) if spec is not None]
+        paths = ", ".join(origin(spec.origin) for spec in specs)
+        raise NotOnCML(f"cannot import the Workers API from {paths}: {broken!r}") from broken
     raise NotOnCML(
         "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
         'platform="local" or set the environment variable DASK_CML__PLATFORM=local'
