@@ -23,6 +23,7 @@ from typing import Any
 import dask.config
 import psutil
 from dask.utils import parse_bytes
+from distributed.comm.core import FatalCommClosedError
 from distributed.nanny import Nanny
 from distributed.process import AsyncProcess
 from distributed.worker import Worker
@@ -64,6 +65,8 @@ async def _reach_scheduler(nanny: Nanny) -> None:
     while True:
         try:
             comm = await nanny.rpc.connect(address)
+        except FatalCommClosedError:  # of keys; the nanny's own attempt ends it
+            return
         except OSError as error:
             logger.info("Scheduler not reached: %s", error)
             await asyncio.sleep(_RETRY)
