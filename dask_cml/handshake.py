@@ -44,7 +44,7 @@ class LimitedConnector(Connector):
         read = comm.read
 
         async def read_handshake(*arguments: Any, **more: Any) -> Any:
-            comm.read = read
+            vars(comm).pop("read", None)  # a second such connector may have removed it
             try:
                 return await within(limit, read(*arguments, **more))
             except asyncio.TimeoutError:

@@ -89,7 +89,8 @@ def load_platform(platform: str = "auto") -> Any:
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            if error.name not in ("cml", name):  # the module is there
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("cml", name)
+            if not is_missing:
                 broken = broken or error
             continue
         if hasattr(module, "launch_workers"):
