@@ -26,12 +26,14 @@ from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.environment import Finding
 from dask_cml.options import state_directory
 from dask_cml.records.record import Maker, Record, SchedulerState
-from dask_cml.sessions import tls
+from dask_cml.sessions import mesh, tls
 
+#: The folder of packages that a workbench adds to its images.
+ADDON = "/runtime-addons/cmladdon-2.0.49-b279/lib"
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
-    "platform", "configuration", "state directory", "scratch", "versions", "image", "dashboard", "imports",
-    "gang scheduling", "sidebar", "time-outs", "clusters",
+    "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
+    "imports", "gang scheduling", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -39,6 +41,7 @@ CHECKS = [
 def cml(monkeypatch):
     """The environment of a CML session. A test sets the answers of the platform module."""
     module = ModuleType("cml.workers_v1")
+    module.__file__ = f"{ADDON}/cml/workers_v1.py"
     module.launch_workers = None
     module.answer = list
     module.list_workers = lambda: module.answer()
@@ -206,7 +209,27 @@ def test_a_python_other_than_the_runtimes_is_wrong(laptop, monkeypatch):
 def test_doctor_counts_the_sessions_that_the_platform_lists(cml):
     cml.answer = lambda: [{"id": "aaaa", "status": "running"}, {"id": "bbbb", "status": "stopped"}]
     words = "cml.workers_v1 lists 2 worker sessions; 1 of them are live."
-    assert environment.platform() == Finding("ok", words)
+    file = f"cml.workers_v1 is {ADDON}/cml/workers_v1.py (workbench 2.0.49-b279)."
+    assert environment.platform() == Finding("ok", f"{words} {file}")
+
+
+@pytest.mark.parametrize("module", ["cml/__init__.py", "cml/workers_v1.py"])
+def test_an_addon_that_cannot_be_imported_is_named_with_the_release_of_the_workbench(
+    laptop, monkeypatch, tmp_path, module
+):
+    addon = tmp_path / "cmladdon-2.0.49-b279" / "python"
+    for name in ("cml/__init__.py", module):
+        (addon / name).parent.mkdir(parents=True, exist_ok=True)
+        (addon / name).write_text("")
+    (addon / module).write_text("from typing import of_another_release")
+    monkeypatch.delitem(sys.modules, "cml")
+    monkeypatch.delitem(sys.modules, "cml.workers_v1")
+    monkeypatch.syspath_prepend(addon)
+    finding = environment.platform()
+    assert (finding.state, finding.command) == ("wrong", None)
+    path = f"{addon}/cml/__init__.py (workbench 2.0.49-b279)"
+    assert f"cannot import the Workers API from {path}: ImportError(" in finding.words
+    assert "of_another_release" in finding.words
 
 
 @pytest.mark.parametrize(
@@ -232,7 +255,7 @@ def test_a_failed_listing_shows_the_platforms_reason(cml, answer, words):
     finding = environment.platform()
     assert finding.state == "wrong"
     assert words in finding.words
-    assert len(finding.words) < 400
+    assert len(finding.words) < 500
 
 
 @pytest.mark.parametrize("key", ["cml.api.timeout", "cml.limits.cpu", "cml.prices.gpu", "cml.history.keep"])
@@ -241,6 +264,25 @@ def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml, key):
         finding = environment.configuration()
     assert finding.state == "wrong"
     assert f"{key}='lots'" in finding.words
+
+
+@pytest.mark.parametrize(("status", "state"), [(200, "warning"), (503, "ok")])
+def test_a_sidecar_of_a_mesh_is_a_warning_with_the_administrators_command(cml, sidecar, status, state):
+    sidecar[0] = status
+    finding = environment.network()
+    assert finding.state == state
+    assert finding.command == (mesh.PERMIT if state == "warning" else None)
+
+
+def test_a_silent_program_at_the_sidecars_port_delays_the_doctor_for_seconds_only(cml, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(mesh, "HEALTH_PORT", silent.getsockname()[1])
+        assert environment.network() == Finding("ok", "No Istio sidecar runs in this session.")
+
+
+def test_a_sidecar_does_not_matter_to_clusters_on_this_machine(cml, sidecar):
+    with dask.config.set({"cml.platform": "local"}):
+        assert environment.network().state == "ok"
 
 
 # -- the state directory

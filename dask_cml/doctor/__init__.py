@@ -37,6 +37,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
     # Each check runs in a separate thread, because a call to the platform may hang.
     checks: dict[str, Check] = {
         "platform": environment.platform,
+        "network": environment.network,
         "configuration": environment.configuration,
         "state directory": environment.state_directory,
         "scratch": environment.scratch,

@@ -24,8 +24,8 @@ from dask_cml import options
 from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
-from dask_cml.sessions import answers
-from dask_cml.sessions.here import GANG, NO_GANG, load_platform, session_limits, this_session
+from dask_cml.sessions import answers, mesh
+from dask_cml.sessions.here import GANG, NO_GANG, load_platform, origin, session_limits, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
@@ -100,25 +100,42 @@ def platform() -> Finding:
     """Check that this process can import the platform's module, and that the module lists sessions."""
     try:  # `configuration` finds an invalid platform
         module = load_platform(dask.config.get("cml.platform", None))
-        listed = answers.listed(module.list_workers())
-    except NotOnCML:
+    except NotOnCML as error:
+        if error.__cause__ is not None:  # the module is there
+            return Finding("wrong", f"{textwrap.shorten(str(error), _MOST_CHARACTERS).rstrip('.')}.")
         words = f"{sys.executable} cannot import cml.workers_v1 or cdsw"
         if this_session() is None:
             return Finding("wrong", f"{words}.", "export DASK_CML__PLATFORM=local")
         runtime = getattr(sys, "_base_executable", None) or "python3"
         command = shlex.join([runtime, "-m", "dask", "cml", "doctor"])
         return Finding("wrong", f"{words}, because it is not the runtime's Python.", command)
+    file = f"{module.__name__} is {origin(module.__file__)}."
+    try:
+        listed = answers.listed(module.list_workers())
     except Exception as error:
         words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _MOST_CHARACTERS)
-        return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session.")
+        return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
     live = sum(not answers.has_ended(each) for each in listed)
     words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
-    return Finding("ok", words)
+    return Finding("ok", f"{words} {file}")
 
 
 def launches_sessions() -> bool:
     """Return whether this process creates clusters of CML sessions."""
     return this_session() is not None and dask.config.get("cml.platform", None) != "local"
+
+
+def network() -> Finding:
+    """Check that no service mesh may keep Dask from connecting sessions."""
+    if not launches_sessions():
+        return Finding("ok", "Clusters on this machine use its loopback only.")
+    if not mesh.has_sidecar():
+        return Finding("ok", "No Istio sidecar runs in this session.")
+    words = (
+        f"{mesh.EFFECT} No cluster starts then. An administrator can see the mode by "
+        f"`{mesh.SHOW_MODE}`, and let Dask pass by this command."
+    )
+    return Finding("warning", words, mesh.PERMIT)
 
 
 def configuration() -> Finding:

@@ -14,7 +14,7 @@ from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.remote import Remote
-from dask_cml.rpc import NO_ANSWER, is_refused
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
@@ -184,9 +184,6 @@ class Failover:
 
     async def _answers(self, record: Record) -> bool:
         """Return whether the scheduler answers, although its session seems to have ended."""
-        address = self._remote.address
-        if address is None or await is_refused(address, timing.retry):
-            return False
         with contextlib.suppress(*NO_ANSWER):
             hello = await self._remote.ask(protocol.HELLO, timing.retry)
             return {"record": record.id, "number": record.scheduler.number}.items() <= dict(hello).items()

@@ -390,9 +390,10 @@ class KeptCluster(SpecCluster):
         try:
             await self._join_within(patience, str(record.scheduler.address))
         except SchedulerTimeout as error:
+            advice = f"to stop its sessions, run `dask cml delete {shlex.quote(name)}`"
             raise CMLError(
-                f"the scheduler of cluster {name!r} does not answer at {record.scheduler.address}: to stop "
-                f"its sessions, run `dask cml delete {shlex.quote(name)}`"
+                f"the scheduler of cluster {name!r} does not answer at {record.scheduler.address}: "
+                f"{record.out_of_reach or advice}"
             ) from error
 
     def _enter(self, record: Record) -> None:

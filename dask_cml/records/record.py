@@ -267,6 +267,18 @@ class Record:
         return self.scheduler.maker or self.maker
 
     @property
+    def out_of_reach(self) -> str | None:
+        """Why this process may not reach the cluster's sessions, as a clause. None: its user created them."""
+        creator, user = self.maker.user, this_user()
+        if creator is None or user in (None, creator):
+            return None
+        return (
+            f"user {creator} created the cluster, and this process belongs to user {user}: CML may block "
+            "connections between the sessions of different users. Create a cluster of your own, or ask an "
+            "administrator"
+        )
+
+    @property
     def age(self) -> float:
         """Time since the cluster's creation, in seconds."""
         return (datetime.now(timezone.utc) - self.created).total_seconds()

@@ -24,6 +24,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set
+from dask_cml.handshake import limit_handshakes
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.scheduler.activity import Activity, Work
@@ -495,6 +496,7 @@ def _is_costly(matcher: Any) -> bool:
 
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
+    limit_handshakes()
     _close_costly_pages(scheduler)
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
     try:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import getpass
 import importlib
 import os
+import re
 import time
+from importlib.machinery import PathFinder
 from typing import Any
 
 import psutil
@@ -23,6 +25,8 @@ GANG, NO_GANG = "ENV_GANG_MIN_MEMBER", "ENV_DISABLE_GANG_SCHEDULER"
 #: The kinds of sessions that have no limit, or whose limit is that of another session.
 _WITHOUT_LIMITS = frozenset({"application", "worker", "model", "experiment"})
 _LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
+#: The folder from which a workbench adds its packages to the images.
+_ADDON = re.compile(r"/cmladdon-([^/]+)/")
 
 
 def this_session() -> str | None:
@@ -106,6 +110,18 @@ def _age() -> float:
         return 0.0
 
 
+def origin(path: object) -> str:
+    """Return the path of the platform's module, with the release of the workbench that has added it.
+
+    Examples
+    --------
+    >>> origin("/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py")
+    '/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py (workbench 2.0.49-b279)'
+    """
+    release = _ADDON.search(str(path))
+    return f"{path} (workbench {release[1]})" if release else str(path)
+
+
 def load_platform(platform: str = "auto") -> Any:
     """Import the platform's module, with ``launch_workers``, ``list_workers`` and ``stop_workers``.
 
@@ -121,13 +137,21 @@ def load_platform(platform: str = "auto") -> Any:
     """
     if platform == "local":
         return importlib.import_module("dask_cml.local")
+    broken: ImportError | None = None
     for name in ("cml.workers_v1", "cdsw"):
         try:
             module = importlib.import_module(name)
-        except ImportError:
+        except ImportError as error:
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("cml", name)
+            if not is_missing:
+                broken = broken or error
             continue
         if hasattr(module, "launch_workers"):
             return module
+    if broken is not None:
+        specs = [spec for spec in map(PathFinder.find_spec, ("cml", "cdsw")) if spec is not None]
+        paths = ", ".join(origin(spec.origin) for spec in specs)
+        raise NotOnCML(f"cannot import the Workers API from {paths}: {broken!r}") from broken
     raise NotOnCML(
         "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
         'platform="local" or set the environment variable DASK_CML__PLATFORM=local'
