@@ -35,6 +35,7 @@ from ports import free_port
 from served import PageServer
 from simulated.faults import HTTPError
 from simulated.testing import eventually, simulated
+from tornado import httputil
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
@@ -534,13 +535,53 @@ def test_a_session_in_a_record_is_linked_only_by_http():
     assert session["link"] is None
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
+@pytest.mark.parametrize("body", [b"[" * 60_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
 @on_page
 async def test_an_invalid_body_is_refused(server, body):
     await server.post("/api/clusters", name="night")
     answer = await server.ask("POST", "/api/clusters/night/scale", raw=body)
     assert answer.status in (400, 503)
     assert "Traceback" not in answer.text
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The parsers of forms that Tornado has called. A large form would stop the event loop."""
+    forms = []
+    for name in "parse_multipart_form_data", "parse_qs_bytes":
+        monkeypatch.setattr(
+            httputil, name, lambda form, *_, name=name, **__: forms.append(name) if form else {}
+        )
+    return forms
+
+
+@pytest.mark.parametrize("token", [True, False])
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"--x\r\n\r\n\r\n--x--\r\n", "Multipart/Form-Data; boundary=x", 415),
+        (b'{"name": "' + b"x" * 2**16 + b'"}', "application/json", 413),
+        (b"&" * 2**17, "application/x-www-form-urlencoded", 413),
+    ],
+    ids=["form with parts", "large JSON", "large form"],
+)
+@on_page
+async def test_forms_with_parts_and_large_bodies_are_refused_and_not_parsed(
+    server, parsed, body, kind, status, token
+):
+    headers = {"Content-Type": kind}
+    for port in server.access.port, server.dashboards.port:
+        answer = await server.ask("POST", "/api/clusters", raw=body, token=token, port=port, **headers)
+        assert (answer.status, "expected" in answer.json["error"]) == (status, True)
+    assert parsed == []
+
+
+@on_page
+async def test_json_that_a_program_calls_a_form_is_read_and_not_parsed_as_a_form(server, parsed):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl does
+    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, **headers)
+    assert answer.json["name"] == "night"
+    assert parsed == []
 
 
 # -- dashboards
