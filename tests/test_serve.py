@@ -20,6 +20,7 @@ from urllib.parse import quote
 import dask
 import psutil
 import pytest
+import tornado
 from clusters import (
     create_and_kill,
     create_and_leave,
@@ -40,6 +41,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
+from dask_cml.cancellation import cancel
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.errors import CMLError
 from dask_cml.options import state_directory
@@ -49,7 +51,7 @@ from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.serve.servers import Dashboards, make_application, serve_dashboards
+from dask_cml.serve.servers import Dashboards, make_application, serve, serve_dashboards
 
 SECRET = "correct-horse-battery"
 
@@ -638,6 +640,15 @@ async def test_in_a_cml_session_dashboards_use_the_second_port(session):
     assert dashboards.port == session
     assert dashboards.host(None) == "read-only-eng1ne0000000000.ml.example.com"
     await dashboards.close()
+
+
+async def test_the_page_warns_of_a_tornado_with_known_holes(state, caplog, monkeypatch):
+    monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
+    started = asyncio.Event()
+    serving = asyncio.create_task(serve(0, lambda *_: started.set()))
+    await asyncio.wait_for(started.wait(), PATIENCE)
+    assert "6.5.5" in caplog.text
+    await cancel(serving)
 
 
 async def test_without_a_free_second_port_the_page_serves_no_dashboards(session, caplog):

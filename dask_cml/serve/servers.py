@@ -24,7 +24,13 @@ from urllib.parse import quote
 
 from tornado.httputil import HTTPServerRequest
 
-from dask_cml.dashboard.http_server import SERVED_PORTS, LocalApplication, LocalServer, local_socket
+from dask_cml.dashboard.http_server import (
+    SERVED_PORTS,
+    LocalApplication,
+    LocalServer,
+    known_holes,
+    local_socket,
+)
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.serve import api, metrics, pages
@@ -200,6 +206,9 @@ async def serve(
         If CML did not stop some sessions on shutdown. The message names their clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    holes = known_holes()
+    if holes is not None:
+        logger.warning("%s: run `dask cml doctor`", holes)
     listener = local_socket(port_of_session() if port is None else port)
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
     dashboards = serve_dashboards(clusters, access, dashboard_port)
