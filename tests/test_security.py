@@ -162,9 +162,9 @@ async def test_an_incomplete_security_is_refused_before_anything_is_launched(pla
     assert platform.list_workers() == []
 
 
-def test_the_tests_that_the_page_on_security_names_exist():
+def test_the_tests_that_the_list_of_protections_names_exist():
     root = Path(__file__).parent
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "README.md").read_text())
     assert named
     for file, test in named:
         assert f"def {test}(" in (root / file).read_text()
