@@ -272,6 +272,18 @@ def names(argument: str, value: Any) -> tuple[str, ...]:
     return tuple(map(_plain, value))
 
 
+def sections(argument: str, value: Any) -> tuple[str, ...]:
+    """Check a list of top-level sections of Dask's configuration."""
+    expected = 'a list of top-level sections of the configuration, such as ["sql"]'
+    if not _is_list(value) or not all(isinstance(each, str) for each in value):
+        raise TypeError(message(argument, value, expected))
+    for i, name in enumerate(value):
+        top = name.split(".")[0]
+        expected = f"the name of a top-level section, such as {top or 'sql'!r}"
+        _valid(f"{argument}[{i}]", name, name and name == top, expected)
+    return tuple(map(_plain, value))
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 

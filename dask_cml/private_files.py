@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dask_cml.errors import CMLError
+from dask_cml.words import printable
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ def report_ignored(path: Path | str, why: Exception | str) -> None:
         why = f"it {why.why}"
     if (str(path), str(why)) not in _reported:
         _reported.add((str(path), str(why)))
-        logger.warning("%s ignored: %s%s", path, why, remedy)
+        logger.warning("%s", printable(f"{path} ignored: {why}{remedy}"))  # not each log takes surrogates
 
 
 def _check(path: Path, about: os.stat_result, mode: str) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 import dask
 import psutil
 import pytest
+import tornado
 from click.testing import CliRunner
 from clusters import write_record
 from distributed import Client
@@ -32,7 +33,7 @@ from dask_cml.sessions import mesh, tls
 ADDON = "/runtime-addons/cmladdon-2.0.49-b279/lib"
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
-    "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
+    "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard", "page",
     "imports", "gang scheduling", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
@@ -364,6 +365,25 @@ def test_the_command_removes_copies_of_the_images_packages_from_the_home_folder(
     assert shlex.split(finding.command)[-4:] == ["uninstall", "--yes", "jupyter-client", "tornado"]
     monkeypatch.delenv("CDSW_ENGINE_ID")
     assert environment.image().state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [((6, 5, 4, 0), "warning"), ((6, 5, 5, 0), "ok"), ((6, 6, 0, 0), "ok")]
+)
+def test_a_tornado_with_known_holes_is_a_warning(laptop, monkeypatch, version, state):
+    monkeypatch.setattr(tornado, "version_info", version)
+    finding = environment.page()
+    assert finding.state == state
+    assert (finding.command is not None) == (state == "warning")
+    assert not finding.command or shlex.split(finding.command)[-1] == "tornado>=6.5.5"
+
+
+def test_no_command_replaces_the_tornado_of_a_session(cml, monkeypatch):
+    """Sessions may not start any more beside another one in the home folder."""
+    monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
+    finding = environment.page()
+    assert (finding.state, finding.command) == ("warning", None)
+    assert "runtime" in finding.words
 
 
 @pytest.mark.parametrize("bokeh", ["2.4.3", "99.0"])

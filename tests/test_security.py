@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import stat
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import psutil
 import pytest
 from clusters import make
+from cryptography import x509
 from distributed import Client
 from distributed.security import Security
 
 from dask_cml.options import state_directory
+from dask_cml.sessions import tls
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -120,6 +123,15 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
     assert not [secret for secret in secrets if any(secret in text for text in texts)]
 
 
+def test_keys_are_valid_where_the_clock_is_slow(tmp_path):
+    """The nodes of a cluster have clocks of their own."""
+    begun = datetime.now(timezone.utc)
+    _, files = tls.as_files(True, tmp_path)
+    certificate = x509.load_pem_x509_certificate(files[tmp_path / "keys" / "tls_ca_file.pem"].encode())
+    assert certificate.not_valid_before_utc < begun - timedelta(minutes=55)
+    assert certificate.not_valid_after_utc > begun + timedelta(days=364)
+
+
 async def test_a_given_security_is_used_unchanged(platform, tmp_path):
     security = Security.temporary()
     for field in ("tls_ca_file", "tls_scheduler_key"):
@@ -150,9 +162,9 @@ async def test_an_incomplete_security_is_refused_before_anything_is_launched(pla
     assert platform.list_workers() == []
 
 
-def test_the_tests_that_the_page_on_security_names_exist():
+def test_the_tests_that_the_list_of_protections_names_exist():
     root = Path(__file__).parent
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "README.md").read_text())
     assert named
     for file, test in named:
         assert f"def {test}(" in (root / file).read_text()

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import dask
 import psutil
 import pytest
+import tornado
 from clusters import (
     create_and_kill,
     create_and_leave,
@@ -35,10 +36,12 @@ from ports import free_port
 from served import PageServer
 from simulated.faults import HTTPError
 from simulated.testing import eventually, simulated
+from tornado import httputil
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
+from dask_cml.cancellation import cancel
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.errors import CMLError
 from dask_cml.options import state_directory
@@ -48,7 +51,7 @@ from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.serve.servers import Dashboards, make_application, serve_dashboards
+from dask_cml.serve.servers import Dashboards, make_application, serve, serve_dashboards
 
 SECRET = "correct-horse-battery"
 
@@ -534,13 +537,53 @@ def test_a_session_in_a_record_is_linked_only_by_http():
     assert session["link"] is None
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
+@pytest.mark.parametrize("body", [b"[" * 60_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
 @on_page
 async def test_an_invalid_body_is_refused(server, body):
     await server.post("/api/clusters", name="night")
     answer = await server.ask("POST", "/api/clusters/night/scale", raw=body)
     assert answer.status in (400, 503)
     assert "Traceback" not in answer.text
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The parsers of forms that Tornado has called. A large form would stop the event loop."""
+    forms = []
+    for name in "parse_multipart_form_data", "parse_qs_bytes":
+        monkeypatch.setattr(
+            httputil, name, lambda form, *_, name=name, **__: forms.append(name) if form else {}
+        )
+    return forms
+
+
+@pytest.mark.parametrize("token", [True, False])
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"--x\r\n\r\n\r\n--x--\r\n", "Multipart/Form-Data; boundary=x", 415),
+        (b'{"name": "' + b"x" * 2**16 + b'"}', "application/json", 413),
+        (b"&" * 2**17, "application/x-www-form-urlencoded", 413),
+    ],
+    ids=["form with parts", "large JSON", "large form"],
+)
+@on_page
+async def test_forms_with_parts_and_large_bodies_are_refused_and_not_parsed(
+    server, parsed, body, kind, status, token
+):
+    headers = {"Content-Type": kind}
+    for port in server.access.port, server.dashboards.port:
+        answer = await server.ask("POST", "/api/clusters", raw=body, token=token, port=port, **headers)
+        assert (answer.status, "expected" in answer.json["error"]) == (status, True)
+    assert parsed == []
+
+
+@on_page
+async def test_json_that_a_program_calls_a_form_is_read_and_not_parsed_as_a_form(server, parsed):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl does
+    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, **headers)
+    assert answer.json["name"] == "night"
+    assert parsed == []
 
 
 # -- dashboards
@@ -597,6 +640,15 @@ async def test_in_a_cml_session_dashboards_use_the_second_port(session):
     assert dashboards.port == session
     assert dashboards.host(None) == "read-only-eng1ne0000000000.ml.example.com"
     await dashboards.close()
+
+
+async def test_the_page_warns_of_a_tornado_with_known_holes(state, caplog, monkeypatch):
+    monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
+    started = asyncio.Event()
+    serving = asyncio.create_task(serve(0, lambda *_: started.set()))
+    await asyncio.wait_for(started.wait(), PATIENCE)
+    assert "6.5.5" in caplog.text
+    await cancel(serving)
 
 
 async def test_without_a_free_second_port_the_page_serves_no_dashboards(session, caplog):

@@ -270,6 +270,20 @@ def dashboard() -> Finding:
     return Finding("ok", "What the dashboard needs is installed.")
 
 
+def page() -> Finding:
+    """Check that the web server of `dask cml serve` has no known holes."""
+    from dask_cml.dashboard.http_server import known_holes
+
+    holes = known_holes()
+    if holes is None:
+        return Finding("ok", "The web server of `dask cml serve` has no known security holes.")
+    if launches_sessions():  # beside another Tornado in the home folder, sessions may not start
+        return Finding("warning", f"{holes}. Before you run `dask cml serve`, choose a newer runtime.")
+    return Finding(
+        "warning", f"{holes}. `dask cml serve` needs it.", pip_command("install", "tornado>=6.5.5")
+    )
+
+
 def imports(timeout: float) -> Finding:
     """Import packages that computations often use, each in a separate process, because an import may crash.
 

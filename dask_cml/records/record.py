@@ -43,6 +43,13 @@ _Duration = Annotated[float, Meta(gt=0, lt=_MOST_SECONDS)]
 _OWN = ("name", "id", "maker", "created", "options", "security", "version")
 
 
+class _ReadOptions(TypedDict, total=False):
+    """The options of a record that all processes read, whoever uses the cluster."""
+
+    platform: str | None
+    log_directory: str | None
+
+
 class _WithOptions(TypedDict):
     options: Mapping[str, Any]
 
@@ -354,7 +361,9 @@ class Record:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
         if missing := {*_OWN} - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        return validate({name: content[name] for name in _OWN}, cls, "record")
+        record = validate({name: content[name] for name in _OWN}, cls, "record")
+        validate(record.options, _ReadOptions, "options")
+        return record
 
     def get_security(self) -> Security | None:
         """Return the cluster's security with the files of its keys. Return None if it has no keys."""

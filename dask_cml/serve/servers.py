@@ -23,9 +23,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from tornado.httputil import HTTPServerRequest
-from tornado.web import Application
 
-from dask_cml.dashboard.http_server import SERVED_PORTS, LocalServer, local_socket
+from dask_cml.dashboard.http_server import (
+    SERVED_PORTS,
+    LocalApplication,
+    LocalServer,
+    known_holes,
+    local_socket,
+)
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.serve import api, metrics, pages
@@ -43,7 +48,9 @@ def port_of_session() -> int:
     return int(next(filter(None, map(os.environ.get, SERVED_PORTS)), 0))
 
 
-def make_application(clusters: ProjectClusters, access: Access, dashboards: Dashboards | None) -> Application:
+def make_application(
+    clusters: ProjectClusters, access: Access, dashboards: Dashboards | None
+) -> LocalApplication:
     """Return the page and its API.
 
     Parameters
@@ -55,7 +62,7 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
     dashboards : Dashboards or None
         Serves the dashboards of the clusters, if there is a port for them.
     """
-    return Application(
+    return LocalApplication(
         [*api.ROUTES, *metrics.ROUTES, *pages.ROUTES],
         clusters=clusters,
         access=access,
@@ -199,6 +206,9 @@ async def serve(
         If CML did not stop some sessions on shutdown. The message names their clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    holes = known_holes()
+    if holes is not None:
+        logger.warning("%s: run `dask cml doctor`", holes)
     listener = local_socket(port_of_session() if port is None else port)
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
     dashboards = serve_dashboards(clusters, access, dashboard_port)

@@ -10,6 +10,7 @@ import copy
 import errno
 import os
 from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
 _ROLES = ("client", "scheduler", "worker")
+_CLOCKS_DIFFER, _VALID = timedelta(hours=1), timedelta(days=365)
 _FIELDS = ("tls_ca_file", *(f"tls_{role}_{part}" for role in _ROLES for part in ("cert", "key")))
 
 
@@ -42,7 +44,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     """
     if not security:
         return None, {}
-    original = Security.temporary() if security is True else security
+    original = _new_keys() if security is True else security
     values = {field: getattr(original, field) for field in _FIELDS}
     for role in _ROLES:
         if values[f"tls_{role}_key"] is None:
@@ -58,6 +60,40 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
         setattr(result, field, str(path))
     result.require_encryption = True
     return result, files
+
+
+def _new_keys() -> Security:
+    """Return new keys, which are valid since an hour ago: the clocks of nodes differ.
+
+    Those of :meth:`Security.temporary` are valid from now on.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.x509.oid import NameOID
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dask-internal")])
+    now = datetime.now(timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("dask-internal")]), critical=False)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCKS_DIFFER)
+        .not_valid_after(now + _VALID)
+        .sign(key, hashes.SHA256())
+    )
+    key_text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+    # One key for all roles: Dask accepts the certificate of any role, and one folder holds all keys.
+    certificate_text = certificate.public_bytes(serialization.Encoding.PEM).decode()
+    keys = {f"tls_{role}_key": key_text for role in _ROLES}
+    certificates = {f"tls_{role}_cert": certificate_text for role in _ROLES}
+    return Security(require_encryption=True, tls_ca_file=certificate_text, **keys, **certificates)
 
 
 def _with_key(certificate: str | None) -> str | None:
