@@ -33,8 +33,8 @@ from dask_cml.sessions import mesh, tls
 ADDON = "/runtime-addons/cmladdon-2.0.49-b279/lib"
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
-    "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard", "page",
-    "imports", "gang scheduling", "sidebar", "time-outs", "clusters",
+    "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
+    "page", "imports", "gang scheduling", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
