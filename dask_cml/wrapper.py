@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import stat
@@ -146,7 +147,9 @@ def run(
     shutil.rmtree(temporary, ignore_errors=True)
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
     if process.returncode:
-        print(*output.end.decode(errors="replace").splitlines()[-_LINES:], sep="\n", flush=True)
+        words = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
+        lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
+        print(*map(words["printable"], lines), sep="\n", flush=True)
         raise RuntimeError(f"{program} failed with exit status {process.returncode}; its log is {log}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ from tornado.web import HTTPError, RequestHandler
 
 from dask_cml.dashboard.http_server import SERVED_PORTS, HostGuard
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.output import get_logger
 from dask_cml.sessions.here import this_session, this_user
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Browsers never add this header without a script, so these requests need no XSRF token.
 _BEARER = "Bearer "

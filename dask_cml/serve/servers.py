@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import logging
 import os
 import secrets
 import signal
@@ -28,12 +27,13 @@ from tornado.web import Application
 from dask_cml.dashboard.http_server import SERVED_PORTS, LocalServer, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.output import get_logger
 from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.sessions.here import this_session
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
