@@ -19,6 +19,7 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from tornado.httputil import HTTPServerRequest
@@ -55,7 +56,7 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
     dashboards : Dashboards or None
         Serves the dashboards of the clusters, if there is a port for them.
     """
-    return Application(
+    return _PageApplication(
         [*api.ROUTES, *metrics.ROUTES, *pages.ROUTES],
         clusters=clusters,
         access=access,
@@ -66,6 +67,16 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
         default_handler_class=pages.NotFound,
         log_function=lambda _: None,
     )
+
+
+class _PageApplication(Application):
+    """Answers requests below the path of users with the token like others."""
+
+    def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
+        access = self.settings["access"]
+        if access.is_below_path(request):
+            request.path = request.path.removeprefix(access.path)
+        return super().find_handler(request, **kwargs)
 
 
 class Dashboards(LocalServer):
