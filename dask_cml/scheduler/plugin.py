@@ -26,6 +26,7 @@ from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.scheduler import dashboard
 from dask_cml.scheduler.activity import Activity, Work
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, GroupChanges
@@ -479,21 +480,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._health.note_event(topic, msg)
 
 
-def _close_costly_pages(scheduler: Scheduler) -> None:
-    """Remove the page that benchmarks the disks of workers: every reader of the dashboard can open it."""
-    for application in getattr(scheduler.http_application, "applications", ()):
-        router = application.wildcard_router
-        router.rules[:] = [rule for rule in router.rules if not _is_costly(rule.matcher)]
-
-
-def _is_costly(matcher: Any) -> bool:
-    pattern = getattr(getattr(matcher, "regex", None), "pattern", "")
-    return "/hardware" in pattern
-
-
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    _close_costly_pages(scheduler)
+    dashboard.protect(scheduler)
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -12,10 +12,10 @@ from urllib.parse import urlencode
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml.dashboard.http_server import SERVED_PORTS, HostGuard
+from dask_cml.dashboard.http_server import HostGuard
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.output import get_logger
-from dask_cml.sessions.here import this_session, this_user
+from dask_cml.sessions.here import SERVED_PORTS, this_session, this_user
 
 logger = get_logger(__name__)
 

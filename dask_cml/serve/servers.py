@@ -25,17 +25,19 @@ from urllib.parse import quote
 from tornado.httputil import HTTPServerRequest
 from tornado.web import Application
 
-from dask_cml.dashboard.http_server import SERVED_PORTS, LocalServer, local_socket
+from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.output import get_logger
 from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.sessions.here import this_session
+from dask_cml.sessions.here import SERVED_PORTS, served_hosts
 
 logger = get_logger(__name__)
 
+#: The variable with the port of the dashboards in a CML session.
+_SECOND = "CDSW_READONLY_PORT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -105,10 +107,11 @@ class Dashboards(LocalServer):
         #: The host in the links. None for the host of the page.
         self._host: str | None = None
         if access.behind_entry:
-            domain, second = os.environ.get("CDSW_DOMAIN"), os.environ.get("CDSW_READONLY_PORT")
-            if not domain or second in (None, "", str(access.port)):
+            self._host = served_hosts().get(_SECOND)
+            second = os.environ.get(_SECOND)
+            if self._host is None or second in (None, "", str(access.port)):
                 raise OSError("CML serves no second port here")
-            self._host, port = f"read-only-{this_session()}.{domain}", int(second)
+            port = int(second)
         routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
         application = dashboard_application(routes, access.guard, clusters=clusters, dashboards=self)
         super().initialize(application, local_socket(port))

@@ -13,6 +13,17 @@ from typing import Any
 from dask_cml.errors import NotOnCML
 from dask_cml.words import format_duration
 
+#: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
+SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
+
+
+def served_hosts() -> dict[str, str]:
+    """Return the hosts at which CML serves the ports of this session, by the variables with the ports."""
+    session, domain = this_session(), os.environ.get("CDSW_DOMAIN")
+    if session is None or not domain:
+        return {}
+    return {variable: f"{prefix}{session}.{domain}".lower() for variable, prefix in SERVED_PORTS.items()}
+
 
 def this_session() -> str | None:
     """Return the id of the session in which this process runs. Return None outside of sessions."""
