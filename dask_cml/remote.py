@@ -134,7 +134,7 @@ class Remote:
             If the scheduler belongs to another cluster, or has another protocol.
         """
         self.close()
-        self.connection_args = await asyncio.to_thread(tls.connection_args, security)
+        self.connection_args = await asyncio.to_thread(tls.connection_args, security, address)
         self.address, self.board = address, BoardState()
         self._check(await self.ask(protocol.HELLO), record)
         await self.watch()
