@@ -828,6 +828,26 @@ async def test_a_read_only_user_cannot_change_clusters(server, permission):
         assert (answer.status, answer.json["error"][:26]) == (403, "You cannot change clusters")
 
 
+@pytest.mark.parametrize(("name", "may_change"), [("ann", True), ("bob", False), ("ANN", False)])
+async def test_only_the_configured_users_change_clusters(server, name, may_change):
+    headers = {"REMOTE-USER": name, "REMOTE-USER-PERM": "RW"}
+    with dask.config.set({"cml.serve.users": ["ann"]}):
+        server.access.__post_init__()
+    server.access.behind_entry = True
+    more = await xsrf(server, headers) if may_change else {}
+    answer = await server.ask("DELETE", "/api/clusters/none", token=False, **headers, **more)
+    assert answer.status == (404 if may_change else 403)
+    assert ("cml.serve.users" in answer.text) is not may_change
+    page = await server.ask("GET", "/", token=False, **headers)
+    assert ("cml.serve.users" in page.text) is not may_change
+
+
+def test_users_that_are_no_list_are_refused():
+    with dask.config.set({"cml.serve.users": "ann"}):
+        with pytest.raises(TypeError, match=r"invalid cml\.serve\.users"):
+            Access(8100)
+
+
 @pytest.mark.parametrize("permissions", [["RW", "RO"], ["RO", "RW"], ["RW", "RW"], ["rw"]])
 def test_a_second_or_unknown_permission_header_grants_nothing(session, permissions):
     request = sent("GET", {"Host": "localhost", "REMOTE-USER": "bob"})

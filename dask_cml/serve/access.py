@@ -14,6 +14,7 @@ from tornado.web import HTTPError, RequestHandler
 
 from dask_cml.dashboard.http_server import HostGuard
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.sessions.here import SERVED_PORTS, this_session, this_user
 
@@ -67,6 +68,14 @@ class Access:
 
     def __post_init__(self) -> None:
         self.guard = HostGuard("The page", self.port)
+        #: The users who may change clusters. None: those to whom CML grants write access.
+        self._users: tuple[str, ...] | None = setting("serve.users")
+        #: Why a user may not change clusters, for users.
+        self.read_only = (
+            "your role in the project is read-only"
+            if self._users is None
+            else "cml.serve.users does not contain your name"
+        )
         #: The cookie's name. It contains the port, because browsers send cookies to all ports of a host.
         self.cookie = f"dask-cml-{self.port}"
         #: The path below which users with the token see the page. Browsers send the cookie with the token
@@ -88,6 +97,8 @@ class Access:
         """Return the user that CML's ingress names, or the user with the token, or None."""
         name = request.headers.get("REMOTE-USER")
         if self.behind_entry and name:
+            if self._users is not None:
+                return User(name, name in self._users)
             return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
         cookie = request.cookies.get(self.cookie) if self.is_below_path(request) else None
         for token in (bearer(request), cookie.value if cookie else None):
@@ -171,7 +182,7 @@ class Handler(RequestHandler):
         if self.current_user is None:
             raise HTTPError(401, "Open the link that `dask cml serve` printed, or send the token in it.")
         if not reads and not self.current_user.may_change:
-            raise HTTPError(403, "You cannot change clusters: your role in the project is read-only.")
+            raise HTTPError(403, f"You cannot change clusters: {self.access.read_only}.")
         if not reads and bearer(self.request) is None:
             self.check_xsrf_cookie()
 

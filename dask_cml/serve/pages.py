@@ -64,6 +64,7 @@ class Page(Handler):
         common = {
             "root": self.root,
             "user": user,
+            "read_only": self.access.read_only,
             "token": self.xsrf_token.decode() if user and user.may_change else None,
             "problem": self.clusters.problem,
         }
