@@ -701,11 +701,13 @@ class CMLCluster(KeptCluster):
 
     @property
     def dashboard_link(self) -> str:
-        """The URL of the scheduler's dashboard. Empty without a dashboard."""
+        """The URL of the scheduler's dashboard. Empty without one, or if another program has its port."""
         if self.scheduler is None or not self.has_dashboard:
             return ""
         if self._forwarder is not None:
             return self._forwarder.link
+        if not self._remote.board.serves_dashboard:
+            return ""
         session = self.scheduler.session
         url = web_link((session and session.app_url) or self._remote.board.app_url)
         return f"{url.rstrip('/')}/status" if url else ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import socket
 import stat
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -94,6 +97,22 @@ async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encrypti
         with refused:
             await Remote("me", "mine", counts=False).join(stranger.address, keys, "id")
         assert {*stranger.clients} == {"fire-and-forget"}
+
+
+async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(platform, holds):
+    """On a laptop, another user may listen there. Dask then serves the dashboard at another port."""
+    platform.configure(start_delay=1)
+    starting = asyncio.ensure_future(make(name="mine", scheduler_args=[]))
+    await holds(lambda: platform.sessions())
+    [session] = platform.sessions()
+    with socket.create_server(("127.0.0.1", urlsplit(session["app_url"]).port)):
+        cluster = await starting
+        async with cluster:
+            await cluster.written()
+            assert cluster.has_dashboard
+            assert session["app_url"] not in cluster._repr_html_().partition("Sessions:")[0]
+            assert cluster.dashboard_link == ""
+            assert store.read("mine").dashboard_link is None
 
 
 async def test_tasks_may_have_open_clusters_of_their_own(cluster):

@@ -14,7 +14,7 @@ from distributed.security import Security
 
 from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
-from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, HOSTS, NUMBER, SCHEDULER, scheduler_file
+from dask_cml.layout import ALLOCATION_LIMIT, DASHBOARD_PORT, FOLDER, HOSTS, NUMBER, SCHEDULER, scheduler_file
 from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
@@ -120,7 +120,7 @@ def plan_scheduler(
         arguments += ["--idle-timeout", f"{options.idle_timeout} seconds"]
     session: dict[str, Any] = {}
     if dashboard_port is None:
-        session["serves_dashboard"] = True
+        session["dashboard_variable"] = DASHBOARD_PORT
     else:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     arguments += tls.arguments(place.security, "scheduler")
