@@ -128,7 +128,7 @@ class CMLConnector(Connector):
         _schedulers[address], _records[address] = scheduler, record.id
         security = record.get_security()
         if security is not None:
-            connection_args |= await _in_thread(tls.connection_args, security)
+            connection_args |= await _in_thread(tls.connection_args, security, scheduler)
         scheme, location = parse_address(scheduler)
         why = record.out_of_reach
         connector = LimitedConnector(get_backend(scheme).get_connector(), why)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import shlex
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dask_cml.errors import CMLError
-from dask_cml.words import printable
+from dask_cml.output import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Maximum size of a file that dask-cml reads, in bytes.
 MOST_BYTES = 1_000_000
@@ -179,7 +178,7 @@ def report_ignored(path: Path | str, why: Exception | str) -> None:
         why = f"it {why.why}"
     if (str(path), str(why)) not in _reported:
         _reported.add((str(path), str(why)))
-        logger.warning("%s", printable(f"{path} ignored: {why}{remedy}"))  # not each log takes surrogates
+        logger.warning("%s ignored: %s%s", path, why, remedy)
 
 
 def _check(path: Path, about: os.stat_result, mode: str) -> None:

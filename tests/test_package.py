@@ -86,6 +86,7 @@ def test_commands_import_slow_modules_only_when_they_run():
         "dask_cml.advice",
         "dask_cml.errors",
         "dask_cml.naming",
+        "dask_cml.output",
         "dask_cml.words",
     }
     assert {name.partition(".")[0] for name in added - ours} <= {*sys.stdlib_module_names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email
 import functools
 import inspect
 import json
@@ -13,9 +14,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from http.cookiejar import CookieJar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urljoin
+from urllib.request import Request
 
 import dask
 import psutil
@@ -814,17 +818,45 @@ async def test_requests_without_the_token_are_refused(server):
 
 
 async def test_the_link_with_the_token_sets_a_cookie(server):
-    answer = await server.ask("GET", f"/?token={server.access.token}", token=False)
+    for path in "/", "/history", f"{server.access.path}/history":
+        answer = await server.ask("GET", f"{path}?token={server.access.token}", token=False)
+        assert answer.status == 302
+        assert "Set-Cookie" not in answer.headers
+        link = urljoin(f"http://host{path}", answer.headers["Location"]).removeprefix("http://host")
+        assert link == f"{server.access.path}/?token={server.access.token}"
+    answer = await server.ask("GET", link, token=False)
     assert (answer.status, answer.headers["Location"]) == (302, "?")
     cookies = answer.headers.get_list("Set-Cookie")
     [cookie] = [cookie for cookie in cookies if server.access.token in cookie]
     assert "HttpOnly" in cookie
     assert "SameSite=Lax" in cookie
     cookie = cookie.partition(";")[0]
-    assert (await server.ask("GET", "/api/clusters", token=False, Cookie=cookie)).status == 200
+    api = f"{server.access.path}/api/clusters"
+    assert (await server.ask("GET", api, token=False, Cookie=cookie)).status == 200
+    assert (await server.ask("GET", "/api/clusters", token=False, Cookie=cookie)).status == 401
     # A form of another page would send the cookie, too.
-    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, token=False, Cookie=cookie)
+    answer = await server.ask("POST", api, {"name": "night"}, token=False, Cookie=cookie)
     assert (answer.status, "_xsrf" in answer.json["error"]) == (403, True)
+
+
+@pytest.mark.parametrize("prefix", ["", "/user/me/proxy/8787"])
+async def test_a_server_at_another_port_does_not_get_the_token(server, prefix):
+    """Cookies ignore ports: another user's program at 127.0.0.1 gets the cookies of the whole host."""
+    jar, path = CookieJar(), f"{server.access.path}/"
+    answer = await server.ask("GET", f"{path}?token={server.access.token}", token=False)
+    message = email.message_from_string(
+        "".join(f"{name}: {text}\n" for name, text in answer.headers.get_all())
+    )
+    jar.extract_cookies(SimpleNamespace(info=lambda: message), Request(f"http://127.0.0.1:1{prefix}{path}"))
+
+    def sent(path):
+        request = Request(f"http://127.0.0.1:2{path}")
+        jar.add_cookie_header(request)
+        return request.get_header("Cookie", "")
+
+    assert server.access.token in sent(f"{prefix}{path}clusters/night")
+    for elsewhere in "/", "/clusters/night", f"{prefix}/", path[:-3] + "/":
+        assert server.access.token not in sent(elsewhere)
 
 
 async def test_the_headers_of_cml_identify_users_only_in_cml_sessions(server, monkeypatch):
@@ -846,6 +878,26 @@ async def test_a_read_only_user_cannot_change_clusters(server, permission):
     for method, path in (("POST", "/api/clusters"), ("DELETE", "/api/clusters/x")):
         answer = await server.ask(method, path, {}, token=False, **reader)
         assert (answer.status, answer.json["error"][:26]) == (403, "You cannot change clusters")
+
+
+@pytest.mark.parametrize(("name", "may_change"), [("ann", True), ("bob", False), ("ANN", False)])
+async def test_only_the_configured_users_change_clusters(server, name, may_change):
+    headers = {"REMOTE-USER": name, "REMOTE-USER-PERM": "RW"}
+    with dask.config.set({"cml.serve.users": ["ann"]}):
+        server.access.__post_init__()
+    server.access.behind_entry = True
+    more = await xsrf(server, headers) if may_change else {}
+    answer = await server.ask("DELETE", "/api/clusters/none", token=False, **headers, **more)
+    assert answer.status == (404 if may_change else 403)
+    assert ("cml.serve.users" in answer.text) is not may_change
+    page = await server.ask("GET", "/", token=False, **headers)
+    assert ("cml.serve.users" in page.text) is not may_change
+
+
+def test_users_that_are_no_list_are_refused():
+    refused = pytest.raises(TypeError, match=r"invalid cml\.serve\.users")
+    with dask.config.set({"cml.serve.users": "ann"}), refused:
+        Access(8100)
 
 
 @pytest.mark.parametrize("permissions", [["RW", "RO"], ["RO", "RW"], ["RW", "RW"], ["rw"]])

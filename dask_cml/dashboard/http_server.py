@@ -24,11 +24,10 @@ from tornado.web import Application, RequestHandler
 from dask_cml.checks import message
 from dask_cml.options import setting
 from dask_cml.output import Logger
+from dask_cml.sessions.here import served_hosts
 
 logger = Logger(__name__)
 
-#: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
-SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
 #: Seconds without a request, and for its body.
 _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
 #: Bytes of a request's body and of its headers. Tornado breaks off a request with a body of twice as many.
@@ -191,13 +190,13 @@ class HostGuard:
     def __init__(self, server: str = "The dashboard", port: int | None = None) -> None:
         self._server = server
         self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, setting("forward-hosts"))}
-        engine, domain = os.environ.get("CDSW_ENGINE_ID"), os.environ.get("CDSW_DOMAIN", "").lower()
+        domain = os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
         #: Hosts of this session's own pages.
         self._pages = {
-            f"{prefix}{engine}.{domain}".lower()
-            for variable, prefix in SERVED_PORTS.items()
-            if engine and domain and (port is None or os.environ.get(variable) == str(port))
+            host
+            for variable, host in served_hosts().items()
+            if port is None or os.environ.get(variable) == str(port)
         }
 
     def why_refused(self, request: HTTPServerRequest, any_origin: bool = False) -> str | None:

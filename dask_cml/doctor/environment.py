@@ -81,7 +81,7 @@ class Finding:
     def render(self) -> str:
         """Format the finding for a terminal, with the command on a separate line."""
         begin = f"{click.style(self.state, fg=_COLORS[self.state])}{' ' * (9 - len(self.state))}"
-        command = f"\n{'':<28}{self.command}" if self.command else ""
+        command = f"\n{'':<28}{printable(self.command)}" if self.command else ""
         return f"{begin}{printable(self.name):<16} {printable(self.words)}" + command
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import warnings
@@ -15,8 +14,9 @@ import dask.config
 
 from dask_cml.checks import nearest, of_type
 from dask_cml.options.table import OPTIONS
+from dask_cml.output import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: The environment variable with the configuration that Dask inherits from the parent process.
 _INHERITED = "DASK_INTERNAL_INHERIT_CONFIG"

@@ -17,7 +17,7 @@ import psutil
 from distributed.security import Security
 from msgspec import Meta
 
-from dask_cml.checks import is_session_id
+from dask_cml.checks import is_session_id, web_link
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
@@ -305,7 +305,7 @@ class Record:
     @property
     def dashboard_link(self) -> str | None:
         """The URL of the scheduler's dashboard. None if it has none, or before its URL is known."""
-        url, arguments = self.scheduler.app_url, str(self.options.get("scheduler_args"))
+        url, arguments = web_link(self.scheduler.app_url), str(self.options.get("scheduler_args"))
         return f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None
 
     @property

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import logging
 import os
 import secrets
 import signal
@@ -20,26 +19,24 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from tornado.httputil import HTTPServerRequest
 
-from dask_cml.dashboard.http_server import (
-    SERVED_PORTS,
-    LocalApplication,
-    LocalServer,
-    known_holes,
-    local_socket,
-)
+from dask_cml.dashboard.http_server import LocalApplication, LocalServer, known_holes, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.output import get_logger
 from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.sessions.here import this_session
+from dask_cml.sessions.here import SERVED_PORTS, served_hosts
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
+#: The variable with the port of the dashboards in a CML session.
+_SECOND = "CDSW_READONLY_PORT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -62,7 +59,7 @@ def make_application(
     dashboards : Dashboards or None
         Serves the dashboards of the clusters, if there is a port for them.
     """
-    return LocalApplication(
+    return _PageApplication(
         [*api.ROUTES, *metrics.ROUTES, *pages.ROUTES],
         clusters=clusters,
         access=access,
@@ -73,6 +70,16 @@ def make_application(
         default_handler_class=pages.NotFound,
         log_function=lambda _: None,
     )
+
+
+class _PageApplication(LocalApplication):
+    """Answers requests below the path of users with the token like others."""
+
+    def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
+        access = self.settings["access"]
+        if access.is_below_path(request):
+            request.path = request.path.removeprefix(access.path)
+        return super().find_handler(request, **kwargs)
 
 
 class Dashboards(LocalServer):
@@ -101,10 +108,11 @@ class Dashboards(LocalServer):
         #: The host in the links. None for the host of the page.
         self._host: str | None = None
         if access.behind_entry:
-            domain, second = os.environ.get("CDSW_DOMAIN"), os.environ.get("CDSW_READONLY_PORT")
-            if not domain or second in (None, "", str(access.port)):
+            self._host = served_hosts().get(_SECOND)
+            second = os.environ.get(_SECOND)
+            if self._host is None or second in (None, "", str(access.port)):
                 raise OSError("CML serves no second port here")
-            self._host, port = f"read-only-{this_session()}.{domain}", int(second)
+            port = int(second)
         routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
         application = dashboard_application(routes, access.guard, clusters=clusters, dashboards=self)
         super().initialize(application, local_socket(port))

@@ -27,6 +27,16 @@ _WITHOUT_LIMITS = frozenset({"application", "worker", "model", "experiment"})
 _LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
 #: The folder from which a workbench adds its packages to the images.
 _ADDON = re.compile(r"/cmladdon-([^/]+)/")
+#: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
+SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
+
+
+def served_hosts() -> dict[str, str]:
+    """Return the hosts at which CML serves the ports of this session, by the variables with the ports."""
+    session, domain = this_session(), os.environ.get("CDSW_DOMAIN")
+    if session is None or not domain:
+        return {}
+    return {variable: f"{prefix}{session}.{domain}".lower() for variable, prefix in SERVED_PORTS.items()}
 
 
 def this_session() -> str | None:

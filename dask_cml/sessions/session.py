@@ -13,6 +13,7 @@ from typing import Any
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
+from dask_cml.checks import web_link
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import UNLISTED, SessionInfo, has_ended, is_pending, reason_of, time_of
@@ -74,6 +75,11 @@ class Session:
     def age(self) -> float:
         """Time since its launch, in seconds."""
         return max(0.0, (datetime.now(timezone.utc) - self.since).total_seconds())
+
+    @property
+    def link(self) -> str | None:
+        """Its URL, if that is a link for a browser."""
+        return web_link(self.app_url)
 
     @cached_property
     def as_json(self) -> dict[str, Any]:

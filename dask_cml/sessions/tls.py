@@ -14,12 +14,15 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from distributed.comm.addressing import parse_address
 from distributed.security import Security
 
 from dask_cml import rpc
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
+#: Schemes of addresses with encryption.
+_ENCRYPTED = ("tls", "wss")
 _ROLES = ("client", "scheduler", "worker")
 _CLOCKS_DIFFER, _VALID = timedelta(hours=1), timedelta(days=365)
 _FIELDS = ("tls_ca_file", *(f"tls_{role}_{part}" for role in _ROLES for part in ("cert", "key")))
@@ -117,14 +120,21 @@ def paths(security: Security | None) -> dict[str, str] | None:
     return None if security is None else {field: getattr(security, field) for field in _FIELDS}
 
 
-def connection_args(security: Security | None) -> dict[str, Any]:
-    """Return the arguments for a connection to the scheduler. Reads the key files.
+def connection_args(security: Security | None, address: str) -> dict[str, Any]:
+    """Return the arguments for a connection to the scheduler at an address. Reads the key files.
 
     Raises
     ------
     OSError
-        If a key file is missing or not a regular file: reading a pipe would never end.
+        If the cluster has keys and the address is one without encryption. Dask itself refuses only ``tcp://``.
+        Or if a key file is missing or not a regular file: reading a pipe would never end.
     """
+    scheme, _ = parse_address(address)
+    if security is not None and scheme not in _ENCRYPTED:
+        raise OSError(
+            f"invalid address {address} of a cluster with keys: expected tls://, because {scheme}:// is not "
+            "encrypted"
+        )
     security = security or Security()
     for field in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
         key = getattr(security, field)
@@ -139,11 +149,11 @@ async def ask(address: str, security: Security | None, op: str, timeout: float, 
     Raises
     ------
     OSError, asyncio.TimeoutError
-        If the scheduler does not answer, or a key file is missing.
+        If the scheduler does not answer, or :func:`connection_args` raises it.
     CMLError
         If the handler raises an exception.
     """
-    keys = await asyncio.to_thread(connection_args, security)
+    keys = await asyncio.to_thread(connection_args, security, address)
     return await rpc.ask(address, keys, op, timeout, **arguments)
 
 
