@@ -21,6 +21,7 @@ from distributed.comm.registry import Backend, get_backend
 from distributed.security import Security
 
 from dask_cml import errors
+from dask_cml.handshake import LimitedConnector
 from dask_cml.options import state_directory
 from dask_cml.output import Logger
 from dask_cml.protocol import END
@@ -110,8 +111,8 @@ class CMLConnector(Connector):
             clients = [client for client in clients if client.status == "connecting"]
             if not clients:
                 raise
-            why = await _in_thread(_why_ended, _records[address]) or str(error)
-            _log_end(unquote(address), why, clients)
+            end = await _in_thread(_why_ended, _records[address]) or str(error)
+            _log_end(unquote(address), end, clients)
             reconnects = any(client._handle_report_task is asyncio.current_task() for client in clients)
             if reconnects or _CONNECTS_IN_A_TASK:
                 raise ClusterEnded(str(error)) from error
@@ -127,9 +128,11 @@ class CMLConnector(Connector):
         _schedulers[address], _records[address] = scheduler, record.id
         security = record.get_security()
         if security is not None:
-            connection_args |= await _in_thread(tls.connection_args, security)
+            connection_args |= await _in_thread(tls.connection_args, security, scheduler)
         scheme, location = parse_address(scheduler)
-        connector = get_backend(scheme).get_connector()
+        why = record.out_of_reach
+        connector = LimitedConnector(get_backend(scheme).get_connector(), why)
+        unreachable = f"cannot reach the scheduler of cluster {record.name!r} at {scheduler}"
         try:
             comm = await connector.connect(location, deserialize=deserialize, **connection_args)
             _prepare_clients(address, security, connection_args)
@@ -137,9 +140,14 @@ class CMLConnector(Connector):
         except FatalCommClosedError:
             raise
         except OSError as error:
-            raise OSError(
-                f"cannot reach the scheduler of cluster {record.name!r} at {scheduler}: {error}"
-            ) from error
+            raise OSError("; ".join(filter(None, (f"{unreachable}: {error}", why)))) from error
+        except asyncio.CancelledError as error:  # perhaps by Dask's time limit, whose error does not say why
+            if why is not None:
+                error.__cause__ = OSError(f"{unreachable}: {why}")
+                if record.id not in _warned:
+                    _warned.add(record.id)
+                    logger.warning("%s", error.__cause__)
+            raise
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:

@@ -37,11 +37,23 @@ _GROUP_LENGTH = 40
 #: The options of Dask's programs after which other words may follow.
 _PRELOADS = ("--preload", "--preload-nanny")
 _SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
+#: Without quotes and brackets of HTML, because Dask's templates do not escape links.
+WEB_LINK = re.compile(r"https?://[A-Za-z0-9._~:/?#@!$&()*+,;=%\[\]-]+")
 
 
 def is_session_id(value: object) -> TypeGuard[str]:
     """Return whether a value can be a session id. CML's ids have 16 letters and digits."""
     return isinstance(value, str) and _SESSION_ID.fullmatch(value) is not None
+
+
+def web_link(url: object) -> str | None:
+    """Return a URL if it is a link for a browser, with http or https. Else return None.
+
+    Examples
+    --------
+    >>> web_link("javascript:alert(1)")
+    """
+    return url if isinstance(url, str) and WEB_LINK.fullmatch(url) else None
 
 
 # By hand: the messages of a validator such as jsonschema lack what is expected, and may repeat secrets.
@@ -269,6 +281,18 @@ def names(argument: str, value: Any) -> tuple[str, ...]:
     """Check a list of names."""
     if not _is_list(value) or not all(isinstance(each, str) and each for each in value):
         raise TypeError(message(argument, value, 'a list of names, such as ["hub.example.com"]'))
+    return tuple(map(_plain, value))
+
+
+def sections(argument: str, value: Any) -> tuple[str, ...]:
+    """Check a list of top-level sections of Dask's configuration."""
+    expected = 'a list of top-level sections of the configuration, such as ["sql"]'
+    if not _is_list(value) or not all(isinstance(each, str) for each in value):
+        raise TypeError(message(argument, value, expected))
+    for i, name in enumerate(value):
+        top = name.split(".")[0]
+        expected = f"the name of a top-level section, such as {top or 'sql'!r}"
+        _valid(f"{argument}[{i}]", name, name and name == top, expected)
     return tuple(map(_plain, value))
 
 

@@ -25,9 +25,9 @@ from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 from tornado.ioloop import PeriodicCallback
 
-from dask_cml.checks import check_loop, check_silence_logs, group_name, message
+from dask_cml.checks import check_loop, check_silence_logs, group_name, message, web_link
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
-from dask_cml.display import describe, escaped, render, status_of
+from dask_cml.display import EscapedLogs, describe, escaped, render, status_of
 from dask_cml.errors import CMLError, checks_arguments, without_frames
 from dask_cml.keeper.adaptive import CMLAdaptive
 from dask_cml.keeper.at_exit import no_longer_end_at_exit
@@ -701,13 +701,15 @@ class CMLCluster(KeptCluster):
 
     @property
     def dashboard_link(self) -> str:
-        """The URL of the scheduler's dashboard. Empty without a dashboard."""
+        """The URL of the scheduler's dashboard. Empty without one, or if another program has its port."""
         if self.scheduler is None or not self.has_dashboard:
             return ""
         if self._forwarder is not None:
             return self._forwarder.link
+        if not self._remote.board.serves_dashboard:
+            return ""
         session = self.scheduler.session
-        url = (session and session.app_url) or self._remote.board.app_url
+        url = web_link((session and session.app_url) or self._remote.board.app_url)
         return f"{url.rstrip('/')}/status" if url else ""
 
     async def open_dashboard(self) -> Comm:
@@ -774,7 +776,7 @@ class CMLCluster(KeptCluster):
             logs = kept_logs(self.record)
         launched = [session.name for session in self.sessions if session.role == "worker"]
         read = await asyncio.to_thread(logs.read, scheduler, workers, launched)
-        return Logs({name: Log("\n".join(lines)) for name, lines in (own | read).items()})
+        return EscapedLogs({name: Log("\n".join(lines)) for name, lines in (own | read).items()})
 
     def usage(self) -> Any:
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
@@ -840,7 +842,7 @@ class CMLCluster(KeptCluster):
             status_of=status_of,
             lists_sessions=not self._has_sessions_tab,
         )
-        # Dask's template escapes neither the cluster's name nor its workers' names.
+        # Dask's template escapes nothing: neither the cluster's name, nor what workers say of themselves.
         shown = {
             "name": escaped(self.name),
             "dashboard_link": escaped(self.dashboard_link) if self.status != Status.closed else "",

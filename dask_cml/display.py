@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from dask.widgets.widgets import TEMPLATE_PATHS, get_template
+from dask.widgets.widgets import TEMPLATE_PATHS, get_environment
 from distributed.core import Status
-from distributed.utils import is_kernel
+from distributed.utils import Logs, is_kernel
 
 from dask_cml import output
 from dask_cml.sessions.session import CMLProcess, Session
@@ -44,15 +44,26 @@ _terminal = threading.Lock()
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template of dask-cml with values."""
-    return get_template(template).render(**values)
+    """Fill a template of dask-cml with values, which are escaped."""
+    environment = get_environment()
+    environment.autoescape = True
+    return environment.get_template(template).render(**values)
 
 
 def escaped(value: Any) -> Any:
-    """Return a copy of a value in which all strings are escaped for HTML."""
+    """Return a copy of a value for Dask's templates, in which everything but numbers is escaped for HTML."""
     if isinstance(value, dict):
         return {escaped(key): escaped(item) for key, item in value.items()}
-    return html.escape(value) if isinstance(value, str) else value
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return html.escape(str(value))
+
+
+class EscapedLogs(Logs):
+    """Logs by the names of their sessions, which Dask's template does not escape."""
+
+    def _repr_html_(self) -> str:
+        return str(Logs._repr_html_(Logs({html.escape(name): log for name, log in self.items()})))
 
 
 def status_of(session: Session, connected: Collection[str]) -> str:

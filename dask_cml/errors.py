@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import shlex
 import traceback
 from collections.abc import Callable
@@ -11,7 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-logger = logging.getLogger(__name__)
+from dask_cml.output import get_logger
+from dask_cml.words import printable_lines
+
+logger = get_logger(__name__)
 
 #: Packages whose frames do not help to understand an error of the platform.
 _OURS = frozenset({"IPython", "asyncio", "concurrent", "dask_cml", "distributed", "tornado"})
@@ -56,6 +58,10 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 class CMLError(RuntimeError):
     """An operation failed on CML or in a session. All errors of dask-cml are subclasses."""
+
+    def __str__(self) -> str:
+        # The text may be that of a task, a log or the platform, and Python prints it into a terminal.
+        return printable_lines(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         return in_short(self)

@@ -18,6 +18,10 @@ SESSIONS_FOLDER, STARTED_FOLDER = "sessions", "started"
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.
 FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
+#: The environment variable with more hosts whose pages may use the scheduler's dashboard, between commas.
+HOSTS = "DASK_CML_DASHBOARD_HOSTS"
+#: The environment variable with the port for the scheduler's dashboard, which the platform serves.
+DASHBOARD_PORT = "DASK_CML_DASHBOARD_PORT"
 #: The environment variable with the bytes that a worker's process may reserve after its start. 0: no limit.
 ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
 

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from dask_cml.words import printable_lines
+
 #: Maximum number of lines that are not written yet. Of more, the oldest are dropped.
 _MOST_WAITING = 1000
 
@@ -25,9 +27,9 @@ _idle.set()
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
-    """Print a text, soon."""
+    """Print a text, soon. Nothing in it steers a terminal."""
     out = sys.stderr if to_stderr else sys.stdout
-    write(lambda: print(text, file=out, flush=True))
+    write(lambda: print(printable_lines(text), file=out, flush=True))
 
 
 def flush(timeout: float = 1.0) -> bool:
@@ -60,6 +62,21 @@ def _write_all() -> None:
             function()
 
 
+def get_logger(name: str) -> logging.Logger:
+    """Return a logger whose messages and exceptions steer no terminal, in whatever text they contain."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_make_printable)
+    return logger
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    with contextlib.suppress(Exception):  # of an argument: handlers report it
+        record.msg, record.args = printable_lines(record.getMessage()), None
+        if record.exc_info:
+            record.exc_text = printable_lines(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
 class Logger:
     """A logger whose handlers run in a thread of their own, with the methods of ``logging.Logger``.
 
@@ -70,7 +87,7 @@ class Logger:
     """
 
     def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
+        self._logger = get_logger(name)
 
     def debug(self, message: str, *args: object, **options: Any) -> None:
         """Log a message at the level ``DEBUG``."""

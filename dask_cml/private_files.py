@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import shlex
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dask_cml.errors import CMLError
+from dask_cml.output import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Maximum size of a file that dask-cml reads, in bytes.
 MOST_BYTES = 1_000_000

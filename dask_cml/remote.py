@@ -53,7 +53,9 @@ class BoardState:
     tasks_done : int
         Number of tasks that this scheduler has completed.
     app_url : str or None
-        The URL of the scheduler's session.
+        The URL of the scheduler's session. None if another program answers there.
+    serves_dashboard : bool
+        Whether the scheduler's dashboard has the port to which that URL leads.
     age, most_age : int
         The cluster's age and its limit, in seconds. 0: no limit.
     """
@@ -70,6 +72,7 @@ class BoardState:
     idle_since: float | None = None
     tasks_done: int = 0
     app_url: str | None = None
+    serves_dashboard: bool = True
     age: int = 0
     most_age: int = 0
 
@@ -134,7 +137,7 @@ class Remote:
             If the scheduler belongs to another cluster, or has another protocol.
         """
         self.close()
-        self.connection_args = await asyncio.to_thread(tls.connection_args, security)
+        self.connection_args = await asyncio.to_thread(tls.connection_args, security, address)
         self.address, self.board = address, BoardState()
         self._check(await self.ask(protocol.HELLO), record)
         await self.watch()

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.comm.addressing import parse_host_port
 from distributed.comm.core import Comm, connect
 from distributed.core import send_recv
 
@@ -54,19 +53,6 @@ async def ask(
             comm.abort()
 
     return await within(timeout, answer())
-
-
-async def is_refused(address: str, timeout: float) -> bool:
-    """Return whether nobody listens at an address of this network. Dask asks there again and again."""
-    host, port = parse_host_port(address)
-    try:
-        _, writer = await within(timeout, asyncio.open_connection(host, port))
-    except ConnectionRefusedError:
-        return True
-    except NO_ANSWER:
-        return False
-    writer.close()
-    return False
 
 
 async def call(comm: Comm, op: str, **arguments: Any) -> Any:

@@ -46,6 +46,8 @@ class Timing:
         Time for which a session must be a stray. Another process may be about to say that it has launched it.
     succession : float
         Time for which a process that does not keep the cluster leaves the next scheduler to the keeper.
+    unlisted : float
+        Time for which a session must be missing in the platform's list, which may be old, to count as ended.
     sign_of_life, silence : float
         Time between two signs of life of a scheduler, the times of its file. Its silence after which a
         scheduler that cannot be reached counts as dead.
@@ -73,6 +75,7 @@ class Timing:
     strays: float = 15.0
     stray: float = 20.0
     succession: float = 30.0
+    unlisted: float = 30.0
     sign_of_life: float = 15.0
     silence: float = 120.0
 

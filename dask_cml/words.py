@@ -6,9 +6,13 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timezone
 
-#: Control characters except the tab, characters that change the direction of text, and surrogates, which
-#: stand for bytes of file names that are no text.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+#: Control characters except the tab, characters that end lines, change the direction of text or are not
+#: seen, and surrogates, which stand for bytes of file names that are no text. Emojis and some scripts need
+#: the joiners U+200C and U+200D.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 
 def printable(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import stat
@@ -72,7 +73,7 @@ def run(
     entry: str | None = None,
     scheduler_file: str | None = None,
     timeout: float = 0.0,
-    serves_dashboard: bool = False,
+    dashboard_variable: str | None = None,
     passes_notice: bool = False,
     memory: int = 0,
     scratch: int = 0,
@@ -97,8 +98,9 @@ def run(
         The file in the folder for which the program waits. If the folder is removed first, it ends.
     timeout : float
         Time to wait for that file, in seconds.
-    serves_dashboard : bool
-        Whether the program serves the dashboard on the port that the platform forwards to.
+    dashboard_variable : str, optional
+        The program serves the dashboard on the port that the platform forwards to, and finds the port in
+        this environment variable.
     passes_notice : bool
         Whether the program moves its data when the platform is about to stop the session.
     memory : int
@@ -117,15 +119,17 @@ def run(
         print(f"{program} not started: {why}", flush=True)
         return
     command = [*command]
-    if serves_dashboard:
+    env = {**os.environ}
+    if dashboard_variable is not None:
         # The platform forwards its https entry to this port of the session's loopback. It may differ from the
         # port of the session that launched this one.
         port = os.environ.get("CDSW_APP_PORT") or os.environ.get("CDSW_READONLY_PORT") or "8787"
         command += ["--dashboard-address", f"127.0.0.1:{port}"]
+        env[dashboard_variable] = port
     output = Log(log)
     # Dask workers spill there, unless an option names another folder.
     temporary = tempfile.mkdtemp(prefix="dask-cml-")
-    env = {**os.environ, "TMPDIR": temporary}
+    env["TMPDIR"] = temporary
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
     except OSError as error:
@@ -146,7 +150,9 @@ def run(
     shutil.rmtree(temporary, ignore_errors=True)
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
     if process.returncode:
-        print(*output.end.decode(errors="replace").splitlines()[-_LINES:], sep="\n", flush=True)
+        words = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
+        lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
+        print(*map(words["printable"], lines), sep="\n", flush=True)
         raise RuntimeError(f"{program} failed with exit status {process.returncode}; its log is {log}")
 
 

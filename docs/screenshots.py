@@ -97,7 +97,7 @@ def take_page(chrome: Any, server: PageServer) -> None:
         page.locator("tbody", has_text="sweep").filter(has_text="running").wait_for()
         page.screenshot(path=IMAGES / "serve-list.png")
         page.set_viewport_size({"width": 1280, "height": 1600})
-        page.goto(f"{server.url}clusters/churn-model")
+        page.goto(f"{page.url}clusters/churn-model")
         page.locator("#dashboard summary").click()
         stream = Pane(page.frame_locator("#view iframe"))
         until(lambda: stream.coloured > 50_000)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import http.server
 import importlib.util
 import os
 import shutil
@@ -184,6 +185,28 @@ def processes_of(directory: Path) -> Iterator[psutil.Process]:
             continue
         if environment.get("DASK_CML_LOCAL_DIRECTORY") == str(directory):
             yield process
+
+
+@pytest.fixture
+def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """An Istio sidecar of this session. The one element is the HTTP status of its answers."""
+    status = [200]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status[0] if self.path == "/healthz/ready" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr("dask_cml.sessions.mesh.HEALTH_PORT", server.server_port)
+        yield status
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture

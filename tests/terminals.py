@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 
 #: Text that would steer a terminal: its title, its screen, and the direction of its writing.
-STEERING = "\x1b]0;title\x07\x1b[2J\u202e"
+STEERING = "\x1b]0;title\x07\x1b[2J\u202e\u200f"
 
 
 def in_a_terminal(command: Sequence[str], **variables: str) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -20,13 +21,15 @@ from distributed import Client, Scheduler
 from distributed.core import rpc
 
 import dask_cml
-from dask_cml import CMLCluster, NoSuchCluster, address
+from dask_cml import CMLCluster, CMLError, NoSuchCluster, address
 from dask_cml.address import CMLConnector, load_security
 from dask_cml.layout import scheduler_file
 from dask_cml.local import processes as local_processes
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.record import Maker, Record, SchedulerState, cluster_address
+from dask_cml.sessions import tls
+from dask_cml.timing import timing
 
 LOADER = "distributed.client.security-loader"
 NAME = "night shift, 50%"
@@ -257,6 +260,51 @@ async def test_without_keys_and_without_a_sign_of_life_no_address_is_contacted(p
         with pytest.raises(OSError, match="not connected to cluster 'old': it has no keys"):
             await CMLConnector().connect("old")
     assert not contacted
+
+
+@pytest.fixture(params=[True, False], ids=["tls", "tcp"])
+def mute(platform, request, monkeypatch):
+    """A cluster whose scheduler's address accepts connections and never answers, as behind a mesh."""
+    monkeypatch.setattr(timing, "answer", 1.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        dask.config.set({"distributed.comm.timeouts.connect": "1s"}),
+    ):
+        keys, files = tls.as_files(request.param, state_directory() / "mute")
+        location = f"127.0.0.1:{silent.getsockname()[1]}"
+        address = f"{'tls' if request.param else 'tcp'}://{location}"
+        scheduler = SchedulerState(address=address, session="aaaabbbbccccdddd")
+        maker = dataclasses.replace(Maker.this_process(), user="ana")
+        fields = {"maker": maker, "options": {"platform": "local"}, "scheduler": scheduler}
+        write_record(Record("mute", security=tls.paths(keys), **fields))
+        tls.write(files)
+        yield "mute"
+
+
+async def test_a_peer_that_accepts_and_never_answers_ends_a_connection_in_time(mute):
+    reason = "Timed out trying to connect|accepts connections, but did not answer within 1 s"
+    with pytest.raises(OSError, match=reason):
+        await asyncio.wait_for(Client("cml://mute", asynchronous=True), 60)
+    with pytest.raises(OSError, match=reason):
+        await asyncio.wait_for(connected_to("cml://mute"), 60)
+
+
+def chain(error):
+    """Return the messages that a traceback shows: of an error, and of the errors behind it."""
+    return "" if error is None else f"{error}\n{chain(error.__cause__ or error.__context__)}"
+
+
+@pytest.mark.parametrize("user", ["ana", "ben"])
+async def test_an_error_of_another_users_cluster_says_whose_it_is(mute, monkeypatch, caplog, user):
+    monkeypatch.setenv("CDSW_CREATOR", user)
+    other = "user ana created the cluster, and this process belongs to user ben"
+    with pytest.raises(CMLError) as remote:
+        await asyncio.wait_for(CMLCluster.from_name("mute", asynchronous=True, quiet=True), 60)
+    assert (other in str(remote.value)) == (user == "ben")
+    assert ("run `dask cml delete mute`" in str(remote.value)) == (user == "ana")
+    with pytest.raises(OSError, match=r"Timed out|did not answer") as client:
+        await asyncio.wait_for(Client("cml://mute", asynchronous=True), 60)
+    assert (other in chain(client.value)) == (user == "ben")
 
 
 async def test_a_client_waits_for_a_cluster_that_starts(platform, caplog, holds):

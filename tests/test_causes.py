@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -14,9 +17,11 @@ from clusters import arrived, log_of, make, simulate
 from distributed import Client, KilledWorker, wait
 from simulated.testing import eventually, simulated
 
+from dask_cml.options import Options
 from dask_cml.records import store
 from dask_cml.records.usage import usage_of
 from dask_cml.sessions.causes import Cause, find_cause
+from dask_cml.sessions.plan import Place, plan_worker
 
 GIB = 2**30
 IDLE = {
@@ -116,6 +121,20 @@ def test_a_session_that_ran_tasks_ended_because_of_them(last, log):
 
 
 # -- on real processes
+
+
+@pytest.mark.parametrize("worker_args", [[], ["--no-nanny"]])
+def test_a_worker_whose_scheduler_accepts_connections_and_never_answers_ends(tmp_path, worker_args):
+    options = Options.read(name="lab", platform="local", scheduler_timeout=8, worker_args=worker_args)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        plan = plan_worker(options, Place(tmp_path), "lab-0", address)
+        env = {**os.environ, **plan.env, "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "1s"}
+        subprocess.run([sys.executable, "-c", plan.code], env=env, timeout=120)
+    log = plan.log.read_text().splitlines()
+    assert sum("Waiting to connect to" in line or "did not answer within 1 s" in line for line in log) > 1
+    loss = cause(None, *log, connected=False)
+    assert (loss.cause, loss.words) == (Cause.NEVER_CONNECTED, "it got no answer from the scheduler in time")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import dask
 import pytest
-from click.shell_completion import ShellComplete
+from click.shell_completion import BashComplete, ShellComplete
 from click.testing import CliRunner
 from clusters import arrived, limits, sessions, target, write_record
 from ports import free_port
@@ -376,12 +376,18 @@ def test_control_characters_of_other_processes_do_not_reach_a_terminal(platform)
     record = Record(name, maker=replace(NOBODY, host=STEERING), options=options)
     folder = write_record(record)
     (folder / f"{name}-0.log").write_text(f"{STEERING}\n50%\r100%\n")
-    for arguments in (["list"], ["info", name], ["logs", name], ["scale", f"b{STEERING}", "1"]):
+    for arguments in (
+        ["list"],
+        ["info", name],
+        ["logs", name],
+        ["scale", f"b{STEERING}", "1"],
+        ["delete", name],
+    ):
         status, output = in_a_terminal(command(*arguments))
         assert status == (arguments[0] == "scale")  # which fails
-        assert r"\x1b]0;title\x07\x1b[2J\u202e" in output
-        # The terminal ends lines with \r\n, and click makes headings bold.
-        left = re.sub("\r\n|\x1b\\[[01]m", "", output)
+        assert r"\x1b]0;title\x07\x1b[2J\u202e\u200f" in output
+        # The terminal ends lines with \r\n, click makes headings bold, and progress is replaced.
+        left = re.sub("\r\n|\x1b\\[[01]m|\r\x1b\\[2K", "", output)
         assert left == printable(left)
 
 
@@ -613,6 +619,31 @@ def test_names_are_completed():
     assert complete(["info"], "o") == ["one", "other"]
     assert complete(["delete", "one"], "") == ["other"]
     assert complete(["create"], "--scheduler-m") == ["--scheduler-memory"]
+
+
+@pytest.mark.parametrize("name", ["a $(touch hacked);touch hacked", "a\\b'c`touch hacked`\"", "a*"])
+def test_a_name_that_bash_completes_runs_nothing(tmp_path, monkeypatch, name):
+    """Bash puts what click's script completes into the command line as it is."""
+    for other in ("b\nplain,a", f"a{STEERING}"):
+        write_record(Record(other, maker=NOBODY))
+    add_stale(name)
+    monkeypatch.setenv("_CML_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "cml info a")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    completion = BashComplete(cli.cml, {}, "cml", "_CML_COMPLETE")
+    monkeypatch.setattr(completion, "_check_version", lambda: None)
+    (tmp_path / "answer").write_text(completion.complete() + "\n")
+    script = f"""
+        complete() {{ true; }}
+        {completion.source()}
+        env() {{ cat answer; }}
+        {completion.func_name} cml
+        [ "${{#COMPREPLY[@]}}" = 1 ] || exit
+        eval "printf %s ${{COMPREPLY[0]}}"
+    """
+    ran = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr) == (name, "")
+    assert not (tmp_path / "hacked").exists()
 
 
 @pytest.mark.parametrize(

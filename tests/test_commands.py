@@ -401,6 +401,19 @@ def test_the_users_environment_goes_over_our_own(tmp_path):
     assert plan_worker(read(env=mine), Place(tmp_path), "mine-0", None).env == {**plan.env, **mine}
 
 
+@pytest.mark.parametrize("plan_session", [
+    lambda options, place: plan_worker(options, place, "mine-0", None),
+    lambda options, place: plan_scheduler(options, place, "0.0.0.0", 8786),
+], ids=["worker", "scheduler"])  # fmt: skip
+def test_a_variable_for_spark_holds_no_session_back(tmp_path, monkeypatch, plan_session):
+    name = "ENV_DISABLE_GANG_SCHEDULER"
+    monkeypatch.delenv("ENV_GANG_MIN_MEMBER", raising=False)
+    assert name not in plan_session(read(), Place(tmp_path)).env
+    monkeypatch.setenv("ENV_GANG_MIN_MEMBER", "3")
+    assert plan_session(read(), Place(tmp_path)).env[name] == "true"
+    assert plan_session(read(env={name: "false"}), Place(tmp_path)).env[name] == "false"
+
+
 def test_a_plan_as_text_shows_size_code_and_names_of_variables(tmp_path):
     options = read(cpu=4, memory=16, env={"TOKEN": "s3cr3t"}, launch_options={"key": "s3cr3t"})
     plan = plan_worker(options, Place(tmp_path), "mine-0", None)

@@ -176,49 +176,68 @@ def test_sessions_inherit_only_values_that_differ_from_the_defaults():
             "distributed.scheduler.allowed_failures": 10,
             "distributed.worker.memory.target": 0.6,  # the default
             "distributed.worker.resources": {"GPU": 1},
-            "mine.own": [1, 2],
+            "array.chunk_size": "64 MiB",
         }
     ):
         after = inherited_configuration()
     assert before == {}
     assert after == {
         "distributed": {"scheduler": {"allowed-failures": 10}, "worker": {"resources": {"GPU": 1}}},
-        "mine": {"own": [1, 2]},
+        "array": {"chunk-size": "64 MiB"},
     }
 
 
+@pytest.mark.parametrize("section", [*dask.config.defaults[0], "distributed"])
+def test_sessions_inherit_each_section_of_dask(section):
+    with dask.config.set({f"{section}.own": 1} if section != "temporary-directory" else {section: "/tmp"}):
+        assert [*inherited_configuration()] == [section]
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "key",
     [
-        ("cml.n-workers", 3),
-        ("cml.name", "mine"),
-        ("scheduler", "threads"),
-        ("scheduler-address", "tcp://10.0.0.1:8786"),
-        ("labextension.factory.module", "dask_cml"),
-        ("gateway.address", "http://gateway"),
-        ("distributed.client.security-loader", "mine.load"),
-        ("distributed.comm.tls.client.key", "/keys/client.pem"),
-        ("distributed.comm.require-encryption", True),
-        ("distributed.nanny.environ.AWS_SECRET_ACCESS_KEY", "s3cr3t"),
-        ("distributed.nanny.environ.DATABASE", "postgres://me:s3cr3t@host/db"),
-        ("mine.auth_token", "s3cr3t"),
-        ("mine.password", "s3cr3t"),
-        ("mine.key", "-----BEGIN PRIVATE KEY-----"),
-        ("mine.pool", object()),
-        ("mine.stores", [{"name": "a", "password": "s3cr3t"}]),
-        ("mine.stores", [1, [{"of": {"auth_token": "s3cr3t"}}]]),
-        ("mine.stores", ({"url": "postgres://me:s3cr3t@host/db"},)),
+        "cml.name",
+        "scheduler",
+        "scheduler-address",
+        "labextension.factory.module",
+        "gateway.address",
+        "distributed.client.security-loader",
+        "distributed.comm.tls.client.key",
+        "distributed.comm.require-encryption",
+        "distributed.dashboard.link",
+        # What holds a secret has any name.
+        "mine.pwd",
+        "mine.passphrase",
+        "mine.connection-string",
+        "mine.account_key",
+        "mine.sas",
+        "mine.url",
+        "mine",
     ],
 )
-def test_sessions_do_not_inherit_secrets_and_values_of_this_process(key, value):
-    with dask.config.set({key: value}):
+def test_sessions_do_not_inherit_other_sections_and_values_of_this_process(key):
+    with dask.config.set({key: "https://host/?sig=s3cr3t"}):
         assert inherited(state_directory()) == {}
 
 
-def test_a_list_without_secrets_is_inherited_and_one_with_a_secret_is_not():
-    stores = [{"name": "a"}, {"name": "b", "port": 1}]
-    with dask.config.set({"mine.stores": stores, "mine.others": [{"password": "s3cr3t"}]}):
-        assert inherited_configuration() == {"mine": {"stores": stores}}
+def test_sessions_inherit_the_sections_that_the_user_names():
+    ours = {"mine.stores": [{"name": "a"}], "my_own": 1, "others.sas": "s3cr3t"}
+    with dask.config.set({**ours, "cml.inherit": ["mine", "my-own"]}):
+        assert inherited_configuration() == {"mine": {"stores": [{"name": "a"}]}, "my_own": 1}
+
+
+@pytest.mark.parametrize(
+    ("inherit", "error", "words"),
+    [
+        ("mine", TypeError, "invalid cml.inherit='mine': expected a list of top-level sections of the"),
+        ([1], TypeError, r"invalid cml.inherit=\[1\]: expected a list of top-level sections"),
+        ([""], ValueError, r"invalid cml.inherit\[0\]='': expected the name of a top-level section"),
+        (["a", "mine.own"], ValueError, r"cml.inherit\[1\]='mine.own': .* such as 'mine', in Dask's conf"),
+    ],
+)
+def test_sections_that_are_none_are_refused(inherit, error, words):
+    with dask.config.set({"cml.inherit": inherit}), pytest.raises(error, match=words):
+        Options.read()
 
 
 @pytest.mark.parametrize(
@@ -228,27 +247,31 @@ def test_a_value_too_deep_for_json_is_not_inherited_and_affects_no_other(around)
     deep = 1
     for _ in range(100_000):
         deep = around(deep)
-    with dask.config.set({"mine.deep": deep, "mine.own": 1}):
-        assert inherited_configuration() == {"mine": {"own": 1}}
+    with dask.config.set({"array.deep": deep, "array.own": 1}):
+        assert inherited_configuration() == {"array": {"own": 1}}
 
 
-def test_a_variable_whose_value_contains_a_secret_is_not_inherited(monkeypatch):
-    monkeypatch.setenv("DASK_MINE__STORES", "[]")
-    monkeypatch.setenv("DASK_MINE__STORE", "{}")
-    secret = {"password": "s3cr3t"}
-    with dask.config.set({"mine.stores": [secret], "mine.store": secret}):
-        assert "s3cr3t" not in str(inherited(state_directory()))
+def test_a_value_that_json_cannot_represent_is_not_inherited():
+    with dask.config.set({"array.backend": object()}):
+        assert inherited(state_directory()) == {}
+
+
+def test_a_variable_with_a_whole_section_contains_no_values_of_this_process(monkeypatch):
+    monkeypatch.setenv("DASK_DISTRIBUTED__COMM", "{}")
+    with dask.config.set({"distributed.comm": {"tls": {"client": {"key": "k"}}, "retry": {"count": 3}}}):
+        variables = inherited(state_directory())
+    assert variables["DASK_DISTRIBUTED__COMM"] == "{'retry': {'count': 3}}"
 
 
 def test_a_configuration_too_large_for_a_variable_is_not_inherited_and_a_warning_says_so(caplog):
-    with dask.config.set({"mine": "x" * 40_000}):
+    with dask.config.set({"array.own": "x" * 40_000}):
         assert inherited(state_directory()) == {}
     assert "not passed to the sessions" in caplog.text
 
 
 def test_a_value_of_this_process_overrides_a_variable_of_the_project(monkeypatch):
     monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING", "False")
-    monkeypatch.setenv("DASK_MINE__TOKEN", "s3cr3t")
+    monkeypatch.setenv("DASK_MINE__OWN", "s3cr3t")  # which dask.config has not read
     assert inherited(state_directory()) == {"DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "True"}
 
 
@@ -262,14 +285,15 @@ async def test_sessions_inherit_the_configuration_from_before_the_creation(platf
     ours = {
         "distributed.scheduler.unknown-task-duration": "3s",
         "distributed.worker.memory.target": 0.5,
-        "mine.token": "s3cr3t",
+        "mine.own": 1,
+        "others.own": 1,
     }
 
     def settings():  # within this function, because sessions cannot import this module
         return [dask.config.get(key, None) for key in [*ours, "cml.state-directory"]]
 
-    expected = ["3s", 0.5, None, dask.config.get("cml.state-directory")]
-    with dask.config.set(ours):
+    expected = ["3s", 0.5, 1, None, dask.config.get("cml.state-directory")]
+    with dask.config.set({**ours, "cml.inherit": ["mine"]}):
         cluster = CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True)
     async with cluster, Client(cluster, asynchronous=True) as client:
         assert await client.run_on_scheduler(settings) == expected

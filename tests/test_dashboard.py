@@ -25,6 +25,7 @@ from dashboards import (
     stand_in,
     stay,
 )
+from distributed import Scheduler
 from distributed.comm.core import connect
 from distributed.security import Security
 from schedulers import prepare
@@ -32,8 +33,9 @@ from tornado.iostream import StreamClosedError
 
 from dask_cml.dashboard import http_server
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
-from dask_cml.layout import FOLDER, NUMBER, scheduler_file
+from dask_cml.layout import FOLDER, HOSTS, NUMBER, scheduler_file
 from dask_cml.protocol import FORWARD
+from dask_cml.scheduler.dashboard import protect
 from dask_cml.sessions.plan import PRELOAD
 
 pytest.importorskip("bokeh")
@@ -176,8 +178,37 @@ async def test_websockets_of_other_pages_are_refused(port):
     assert 403 not in statuses
     by_proxy = await ask(port, Host="hub.example.com", Origin="https://hub.example.com", **more)
     assert by_proxy[0] == statuses[0]
+    for other in "https://other.ml.example.com", "https://abc123.ml.example.com.evil.org":
+        assert (await ask(port, Host="abc123.ml.example.com", Origin=other, **more))[0] == 403
     # The other page cannot read the answer.
     assert (await ask(port, Host="localhost:9000", Origin="http://evil.org"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "opens"),
+    [
+        ("https://abc123.ml.example.com", True),
+        ("https://READ-ONLY-abc123.ml.example.com", True),
+        ("https://hub.example.com", True),
+        ("http://localhost:9000", True),
+        (None, True),
+        ("https://other.ml.example.com", False),  # another user's session, to which browsers are logged in
+        ("https://abc123.ml.example.com.evil.org", False),
+        ("http://localhost.evil.org", False),
+    ],
+)
+async def test_the_schedulers_own_dashboard_opens_websockets_for_pages_of_its_session(
+    monkeypatch, origin, opens
+):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "abc123")
+    monkeypatch.setenv("CDSW_DOMAIN", "ML.example.com")
+    monkeypatch.setenv(HOSTS, "x.example.com,Hub.example.com")
+    async with Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as running:
+        protect(running)
+        more = {"Host": "abc123.ml.example.com", "Origin": origin, "Upgrade": "websocket"}
+        for path in "/eventstream", "/status/ws":
+            status, words = await ask(running.http_server.port, path=path, **more)
+            assert (status == 403 and "cml.forward-hosts" in words) is not opens
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 
 import dask
@@ -134,6 +135,8 @@ def test_run_dask_cluster_returns_sessions_and_addresses(workers_v1):
         assert cluster["dashboard_address"] == get_dashboard_url(cluster["scheduler"])
         # Outside of sessions no variable names a port, so it is that of the scheduler's session.
         assert page(cluster["dashboard_address"]) == 200
+        with pytest.raises(urllib.error.HTTPError, match="404"):  # it would fill the workers' disks
+            page(cluster["dashboard_address"].replace("status", "hardware"))
     finally:
         stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
 

@@ -15,6 +15,7 @@ from types import ModuleType
 import dask
 import psutil
 import pytest
+import tornado
 from click.testing import CliRunner
 from clusters import write_record
 from distributed import Client
@@ -26,12 +27,14 @@ from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.environment import Finding
 from dask_cml.options import state_directory
 from dask_cml.records.record import Maker, Record, SchedulerState
-from dask_cml.sessions import tls
+from dask_cml.sessions import mesh, tls
 
+#: The folder of packages that a workbench adds to its images.
+ADDON = "/runtime-addons/cmladdon-2.0.49-b279/lib"
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
-    "platform", "configuration", "state directory", "scratch", "versions", "image", "dashboard", "imports",
-    "sidebar", "time-outs", "clusters",
+    "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
+    "page", "imports", "gang scheduling", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -39,6 +42,7 @@ CHECKS = [
 def cml(monkeypatch):
     """The environment of a CML session. A test sets the answers of the platform module."""
     module = ModuleType("cml.workers_v1")
+    module.__file__ = f"{ADDON}/cml/workers_v1.py"
     module.launch_workers = None
     module.answer = list
     module.list_workers = lambda: module.answer()
@@ -206,7 +210,27 @@ def test_a_python_other_than_the_runtimes_is_wrong(laptop, monkeypatch):
 def test_doctor_counts_the_sessions_that_the_platform_lists(cml):
     cml.answer = lambda: [{"id": "aaaa", "status": "running"}, {"id": "bbbb", "status": "stopped"}]
     words = "cml.workers_v1 lists 2 worker sessions; 1 of them are live."
-    assert environment.platform() == Finding("ok", words)
+    file = f"cml.workers_v1 is {ADDON}/cml/workers_v1.py (workbench 2.0.49-b279)."
+    assert environment.platform() == Finding("ok", f"{words} {file}")
+
+
+@pytest.mark.parametrize("module", ["cml/__init__.py", "cml/workers_v1.py"])
+def test_an_addon_that_cannot_be_imported_is_named_with_the_release_of_the_workbench(
+    laptop, monkeypatch, tmp_path, module
+):
+    addon = tmp_path / "cmladdon-2.0.49-b279" / "python"
+    for name in ("cml/__init__.py", module):
+        (addon / name).parent.mkdir(parents=True, exist_ok=True)
+        (addon / name).write_text("")
+    (addon / module).write_text("from typing import of_another_release")
+    monkeypatch.delitem(sys.modules, "cml")
+    monkeypatch.delitem(sys.modules, "cml.workers_v1")
+    monkeypatch.syspath_prepend(addon)
+    finding = environment.platform()
+    assert (finding.state, finding.command) == ("wrong", None)
+    path = f"{addon}/cml/__init__.py (workbench 2.0.49-b279)"
+    assert f"cannot import the Workers API from {path}: ImportError(" in finding.words
+    assert "of_another_release" in finding.words
 
 
 @pytest.mark.parametrize(
@@ -232,7 +256,7 @@ def test_a_failed_listing_shows_the_platforms_reason(cml, answer, words):
     finding = environment.platform()
     assert finding.state == "wrong"
     assert words in finding.words
-    assert len(finding.words) < 400
+    assert len(finding.words) < 500
 
 
 @pytest.mark.parametrize("key", ["cml.api.timeout", "cml.limits.cpu", "cml.prices.gpu", "cml.history.keep"])
@@ -241,6 +265,25 @@ def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml, key):
         finding = environment.configuration()
     assert finding.state == "wrong"
     assert f"{key}='lots'" in finding.words
+
+
+@pytest.mark.parametrize(("status", "state"), [(200, "warning"), (503, "ok")])
+def test_a_sidecar_of_a_mesh_is_a_warning_with_the_administrators_command(cml, sidecar, status, state):
+    sidecar[0] = status
+    finding = environment.network()
+    assert finding.state == state
+    assert finding.command == (mesh.PERMIT if state == "warning" else None)
+
+
+def test_a_silent_program_at_the_sidecars_port_delays_the_doctor_for_seconds_only(cml, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(mesh, "HEALTH_PORT", silent.getsockname()[1])
+        assert environment.network() == Finding("ok", "No Istio sidecar runs in this session.")
+
+
+def test_a_sidecar_does_not_matter_to_clusters_on_this_machine(cml, sidecar):
+    with dask.config.set({"cml.platform": "local"}):
+        assert environment.network().state == "ok"
 
 
 # -- the state directory
@@ -322,6 +365,25 @@ def test_the_command_removes_copies_of_the_images_packages_from_the_home_folder(
     assert shlex.split(finding.command)[-4:] == ["uninstall", "--yes", "jupyter-client", "tornado"]
     monkeypatch.delenv("CDSW_ENGINE_ID")
     assert environment.image().state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [((6, 5, 4, 0), "warning"), ((6, 5, 5, 0), "ok"), ((6, 6, 0, 0), "ok")]
+)
+def test_a_tornado_with_known_holes_is_a_warning(laptop, monkeypatch, version, state):
+    monkeypatch.setattr(tornado, "version_info", version)
+    finding = environment.page()
+    assert finding.state == state
+    assert (finding.command is not None) == (state == "warning")
+    assert not finding.command or shlex.split(finding.command)[-1] == "tornado>=6.5.5"
+
+
+def test_no_command_replaces_the_tornado_of_a_session(cml, monkeypatch):
+    """Sessions may not start any more beside another one in the home folder."""
+    monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
+    finding = environment.page()
+    assert (finding.state, finding.command) == ("warning", None)
+    assert "runtime" in finding.words
 
 
 @pytest.mark.parametrize("bokeh", ["2.4.3", "99.0"])
@@ -414,6 +476,15 @@ def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
     assert environment.time_outs().state == "ok"
 
 
+def test_doctor_warns_of_a_variable_for_spark_that_holds_sessions_back(cml, monkeypatch):
+    monkeypatch.delenv("ENV_GANG_MIN_MEMBER", raising=False)
+    assert environment.gang_scheduling().state == "ok"
+    monkeypatch.setenv("ENV_GANG_MIN_MEMBER", "3")
+    finding = environment.gang_scheduling()
+    assert finding.state == "warning"
+    assert "delete ENV_GANG_MIN_MEMBER from the project's variables" in finding.words
+
+
 def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
     assert "by default 3600" in environment.time_outs().words
     monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
@@ -424,6 +495,20 @@ def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
     assert "43200" in finding.words
     with dask.config.set({"cml.platform": "local"}):
         assert environment.time_outs().state == "ok"
+
+
+@pytest.mark.parametrize("has_jupyterlab", [True, False])
+def test_doctor_shows_the_limits_of_the_session(cml, monkeypatch, has_jupyterlab):
+    for name in ("CDSW_MASTER_ID", "CDSW_ENGINE_TYPE", "SESSION_MAXIMUM_MINUTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("IDLE_MAXIMUM_MINUTES", "90")
+    monkeypatch.setattr(environment, "version", lambda name: "4" if has_jupyterlab else None)
+    finding = environment.time_outs()
+    assert finding.state == "warning"
+    assert (
+        "CML ends session kbmjhsx8uobd5ks9 after 90 min without use, even while it computes." in finding.words
+    )
+    assert ("JUPYTER_SERVER_TIMEOUT_SECONDS" in finding.words) == has_jupyterlab
 
 
 # -- clusters

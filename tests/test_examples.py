@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +42,44 @@ def test_notebook_runs(laptop, path):
 @pytest.mark.parametrize("path", SCRIPTS)
 def test_script_runs(laptop, path):
     subprocess.run([sys.executable, str(path)], cwd=laptop, check=True, timeout=240)
+
+
+@pytest.fixture(params=["python", "ipython"])
+def job(request):
+    """The command of a Job's script. CML runs scripts in IPython."""
+    if request.param == "ipython":
+        pytest.importorskip("IPython")
+        return [sys.executable, "-m", "IPython", "--colors=nocolor", str(EXAMPLES / "job.py")]
+    return [sys.executable, str(EXAMPLES / "job.py")]
+
+
+def is_over(platform):
+    """Whether all sessions have ended, or are being stopped."""
+    return all(session["finished_at"] or session["stop_requested"] for session in platform.sessions())
+
+
+@pytest.mark.slow
+def test_a_job_that_succeeds_has_a_result_and_exits_with_0(platform, laptop, job):
+    subprocess.run(job, cwd=laptop, check=True, timeout=240)
+    assert len(json.loads((laptop / "prices.json").read_text())) == 100
+    assert is_over(platform)
+
+
+def test_a_job_that_fails_exits_with_another_status_and_leaves_no_session(platform, laptop, job):
+    (laptop / "prices.json").mkdir()  # so the result cannot be written
+    done = subprocess.run(job, cwd=laptop, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "IsADirectoryError" in done.stdout + done.stderr
+    assert is_over(platform)
+
+
+def test_a_job_that_is_stopped_exits_with_another_status_and_leaves_no_session(platform, laptop, job, until):
+    platform.configure(quota={"sessions": 1}, over_quota="wait")
+    with subprocess.Popen(job, cwd=laptop, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: [session["status"] for session in platform.sessions()].count("scheduling") == 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(240) not in (0, -signal.SIGTERM)
+    assert is_over(platform)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)

@@ -155,6 +155,29 @@ async def in_another_session(it):
 
 
 @simulated
+async def test_a_lost_scheduler_that_leaves_the_list_is_replaced_before_its_silence_tells(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and cluster.scheduler.is_listed)
+        it.platform.set(cluster.sessions[0].id, listed=False)
+        it.platform.evict(cluster.sessions[0].id)
+        await eventually(lambda: cluster.place.number == 1, timing.unlisted + 30.0)
+        await eventually(lambda: stands(it, cluster, 1))
+
+
+@simulated
+async def test_a_platform_that_does_not_answer_has_not_ended_a_scheduler(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and cluster.scheduler.is_listed)
+        it.platform.fail("list_workers", *[OSError("no route to host")] * 1000)
+        heal = cut_off(cluster)
+        await asyncio.sleep(2 * timing.unlisted)
+        heal()
+        it.platform.heal()
+        await eventually(lambda: cluster.is_connected and arrived(cluster) == 1)
+        assert cluster.place.number == 0
+
+
+@simulated
 async def test_a_remote_in_another_session_connects_to_the_next_scheduler_at_once(it):
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
         await eventually(lambda: arrived(cluster) == 1)

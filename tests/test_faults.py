@@ -13,7 +13,7 @@ import time
 
 import dask
 import pytest
-from clusters import log_of, make, simulate, target
+from clusters import lines_of, log_of, make, simulate, target
 from distributed import Client
 from simulated.faults import HTTPError, JSONDecodeError, Mishap
 from simulated.testing import eventually, simulated
@@ -254,21 +254,63 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
     async with cluster:
         await eventually(lambda: complete(cluster, 1))
         cluster.adapt(minimum=2, maximum=2)
-        spoil(it, "unauthorized", 600.0)
+        spoil(it, "server error", 600.0)
         [lost] = [each.id for each in cluster.sessions if each.role == "worker"]
         it.platform.evict(lost)
         # The first call that fails lists sessions, or stops the lost one.
-        await eventually(lambda: re.search("Unauthorized|401", repr(cluster)))
+        await eventually(lambda: re.search("Internal Server Error|500", repr(cluster)))
         asked = len(it.platform.calls)
         await eventually(lambda: len(it.platform.calls) > asked + 3)
         assert len(lines()) == 1
-        assert re.search("(Unauthorized|401)$", lines()[0])
-        spoil(it, "unauthorized", 0.0)
+        assert re.search("(Internal Server Error|500)$", lines()[0])
+        spoil(it, "server error", 0.0)
         await eventually(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         await eventually(lambda: len(lines()) == 2)
         assert lines()[1].endswith("again")
         assert not cluster.gave_up
     assert not traceback_in(caplog)
+
+
+@simulated
+async def test_a_rotated_key_is_told_once_with_what_runs_on_and_how_it_ends(it, caplog):
+    async with simulate(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        await eventually(lambda: complete(cluster, 1))
+        spoil(it, "unauthorized", 3600.0)
+        await eventually(lambda: "CDSW_API_KEY" in log_of(cluster))
+        await asyncio.sleep(60.0)
+        [line] = [line for line in lines_of(cluster) if "CDSW_API_KEY" in line]
+        assert (
+            "if it was rotated, restart session notebook12345678, with which its worker sessions end." in line
+        )
+        assert "The cluster's 2 sessions and its tasks run on." in line
+        assert "They end after 5 min without a process or client, or with session notebook12345678." in line
+        assert "Cannot manage cluster" not in caplog.text
+        for shown in (repr(cluster), cluster._repr_html_()):
+            assert "CDSW_API_KEY" in shown
+            assert "if it was rotated, restart session notebook12345678" in shown
+        assert await client.submit(sum, [1, 2]) == 3
+        # The scheduler still ends all programs, and nobody claims that the platform has stopped the sessions.
+        began = time.monotonic()
+        words = "which may still run: CML refuses .*The scheduler has closed, so their programs exit$"
+        with pytest.raises(CMLError, match=words):
+            await cluster.close()
+        assert time.monotonic() - began < 10.0
+        await eventually(lambda: not it.platform.running)
+        spoil(it, "unauthorized", 0.0)
+        await cluster.close()
+    assert not traceback_in(caplog)
+
+
+@simulated
+async def test_a_key_that_is_accepted_again_ends_the_problem(it):
+    async with simulate(n_workers=1) as cluster:
+        await eventually(lambda: complete(cluster, 1))
+        spoil(it, "unauthorized", 3600.0)
+        await eventually(lambda: "CDSW_API_KEY" in repr(cluster))
+        spoil(it, "unauthorized", 0.0)
+        await eventually(lambda: "CDSW_API_KEY" not in repr(cluster))
+        cluster.scale(2)
+        await eventually(lambda: complete(cluster, 2))
 
 
 @pytest.mark.parametrize(("function", "n"), [("launch_workers", 3), ("stop_workers", 1)])

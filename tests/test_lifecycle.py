@@ -14,6 +14,7 @@ import urllib.request
 from unittest import mock
 
 import dask
+import psutil
 import pytest
 from clusters import arrived, create_and_kill, lines_of, live, make, rebuild, sign_of, simulate
 from distributed import Client
@@ -26,6 +27,7 @@ from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
+from dask_cml.sessions import here
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -182,6 +184,83 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
     sign = sign_of("made")
     it.platform.evict(store.read("made").scheduler.session)
     await it.process("another", ANOTHER).start(create())
+
+
+# -- the end of the session
+
+
+IDLE, SESSION, JOB = "IDLE_MAXIMUM_MINUTES", "SESSION_MAXIMUM_MINUTES", "JOB_MAXIMUM_MINUTES"
+LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
+WITH_IT = "Its clusters end with it"
+COMPUTES = "even while it computes"
+
+
+@pytest.fixture
+def in_session(monkeypatch):
+    """Set the variables of a session that is two hours old."""
+    for name in (IDLE, SESSION, JOB, "CDSW_MASTER_ID", "CDSW_ENGINE_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(here, "_age", lambda: 7200.0)
+
+    def in_session(**variables):
+        for name, value in {"CDSW_ENGINE_ID": "mysession", **variables}.items():
+            monkeypatch.setenv(name, value)
+
+    return in_session
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({IDLE: "60"}, f"session mysession after 60 min without use, {COMPUTES}. {WITH_IT}. {LONGER}"),
+        ({SESSION: "10080"}, f"session mysession in 6 d at the latest. {WITH_IT}. {LONGER}"),
+        (
+            {IDLE: "180", SESSION: "1440", JOB: "5", "CDSW_ENGINE_TYPE": "session"},
+            f"session mysession after 3 h without use, {COMPUTES}, and in 22 h at the latest. {WITH_IT}. "
+            f"{LONGER}",
+        ),
+        ({SESSION: "60"}, f"session mysession after 60 min. {WITH_IT}. {LONGER}"),  # it goes on nevertheless
+        (
+            {IDLE: "9", JOB: "300", "CDSW_ENGINE_TYPE": "job"},
+            f"Job mysession in 3 h at the latest. {WITH_IT}",
+        ),
+    ],
+)
+def test_the_limits_of_a_session_are_told_with_the_time_that_is_left(in_session, variables, words):
+    in_session(**variables)
+    assert here.session_limits() == f"CML ends {words}"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {IDLE: "", SESSION: "0", JOB: "300"},
+        {IDLE: "an hour", SESSION: "-1"},
+        {IDLE: "60", "CDSW_ENGINE_TYPE": "job"},
+        {IDLE: "60", "CDSW_ENGINE_TYPE": "application"},
+        {IDLE: "60", "CDSW_ENGINE_TYPE": "worker"},
+        {IDLE: "60", "CDSW_MASTER_ID": "another"},
+        {IDLE: "60", "CDSW_ENGINE_ID": ""},
+    ],
+)
+def test_nothing_is_told_of_limits_that_are_not_known(in_session, variables):
+    in_session(**variables)
+    assert here.session_limits() == ""
+
+
+def test_the_age_of_a_session_is_that_of_its_first_process(monkeypatch):
+    assert here._age() == pytest.approx(time.time() - psutil.Process(1).create_time(), abs=60)
+    monkeypatch.setattr(psutil.Process, "create_time", mock.Mock(side_effect=psutil.AccessDenied))
+    assert here._age() == 0.0
+
+
+async def test_a_new_cluster_tells_the_limits_of_its_session_once(platform, in_session):
+    in_session(**{IDLE: "60", SESSION: "10080"})
+    async with make(name="mine") as cluster, rebuild("mine") as remote:
+        [line] = [line for line in lines_of(cluster) if "CML ends session" in line]
+        assert line == here.session_limits()
+        assert not any("CML ends session" in line for line in lines_of(remote))
 
 
 # -- who ends it

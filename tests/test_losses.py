@@ -51,6 +51,43 @@ async def test_a_lost_session_is_replaced_and_the_cause_is_reported(it, fate, wo
 
 
 @simulated
+async def test_a_waiting_session_that_leaves_the_list_is_replaced(it):
+    """Its wait would have no end: somebody has stopped it, and the platform has archived it."""
+    it.platform.configure({"sessions": 1}, waits_for_room=True)
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: cluster.waits())
+        it.platform.set(cluster.workers["mine-0"].session_id, "stopped", listed=False)
+        it.platform.configure()
+        await eventually(lambda: dask_names(cluster) == {"mine-1"}, seconds=120)
+        words = "it never connected; the platform says no longer listed"
+        assert f"Worker mine-0 lost: {words}; launching a replacement" in log_of(cluster)
+
+
+@simulated
+async def test_a_session_that_ends_and_leaves_the_list_is_not_said_to_run(it):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and cluster.workers["mine-0"].is_listed)
+        it.platform.set(cluster.workers["mine-0"].session_id, listed=False)
+        it.platform.evict(cluster.workers["mine-0"].session_id)
+        await eventually(lambda: dask_names(cluster) == {"mine-1"}, seconds=120)
+        assert "runs" not in log_of(cluster)
+        assert "and the platform no longer lists its session" in log_of(cluster)
+
+
+@simulated
+async def test_a_connected_worker_is_kept_although_the_list_lacks_its_session(it):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and cluster.workers["mine-0"].is_listed)
+        it.platform.set(cluster.workers["mine-0"].session_id, listed=False)
+        await eventually(lambda: cluster.sessions[1].status == "no longer listed", seconds=120)
+        await asyncio.sleep(30.0)
+        assert dask_names(cluster) == {"mine-0"}
+        it.platform.set(cluster.workers["mine-0"].session_id, listed=True)
+        await eventually(lambda: cluster.sessions[1].status == "running")
+        assert log_of(cluster) == ""
+
+
+@simulated
 async def test_a_lost_session_is_replaced_although_the_scheduler_cannot_say_more_of_it(it):
     async with simulate(name="mine", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)

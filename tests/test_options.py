@@ -598,8 +598,10 @@ def test_a_representation_shows_no_value_that_may_be_secret():
     assert "s3cr3t" not in shown
 
 
-def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub):
-    with pytest.raises(
-        ValueError, match=r"'no_such_thing': expected parameters of the installed launch_workers: n, cpu"
-    ):
-        CMLCluster(launch_options={"no_such_thing": 3})
+@pytest.mark.parametrize("name", ["no_such_thing", "rdma_network_selections"])
+@pytest.mark.parametrize("argument", ["launch_options", "scheduler_launch_options"])
+def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub, name, argument):
+    words = rf"invalid {argument} '{name}': expected parameters of the installed launch_workers: n, cpu"
+    with pytest.raises(ValueError, match=words):
+        CMLCluster(**{argument: {name: [{"network_label_id": 10, "quantity": 2}]}})
+    assert stub.calls == []

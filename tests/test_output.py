@@ -8,14 +8,18 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 
 import pytest
 from clusters import arrived, log_of, simulate
 from simulated.testing import eventually, simulated
+from terminals import STEERING
 
 from dask_cml import output
 from dask_cml.display import open_screen
+from dask_cml.errors import CMLError
+from dask_cml.words import printable
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -95,6 +99,25 @@ def test_no_word_is_lost_after_one_that_could_not_be_written(monkeypatch, capsys
     output.say("written", to_stderr=name == "stderr")
     assert output.flush(60)
     assert getattr(capsys.readouterr(), name[3:]) == "written\n"
+
+
+@pytest.mark.parametrize("make_logger", [output.get_logger, output.Logger])
+def test_nothing_that_is_said_or_logged_steers_a_terminal(capsys, make_logger):
+    """A message, an argument, an exception and the error of a cluster may all have the text of a task."""
+    logger, handler = make_logger("dask_cml.steered"), logging.StreamHandler(io.StringIO())
+    logging.getLogger("dask_cml.steered").addHandler(handler)
+    try:
+        raise ValueError(STEERING)
+    except ValueError:
+        logger.exception("failed: %s", STEERING)
+    logger.warning("failed: %s", CMLError(STEERING))
+    output.say(STEERING)
+    assert output.flush(60)
+    [shown] = traceback.format_exception_only(CMLError(STEERING))
+    assert shown.rstrip("\n").isprintable()
+    for text, n in (handler.stream.getvalue(), 3), (capsys.readouterr().out, 1):
+        assert text.count(printable(STEERING)) == n
+        assert all(map(str.isprintable, text.splitlines()))
 
 
 class Handler(logging.Handler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import importlib
 import importlib.metadata
@@ -13,8 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import dask_cml
+
+ROOT = Path(__file__).parents[1]
 
 
 def public(name):
@@ -82,6 +86,7 @@ def test_commands_import_slow_modules_only_when_they_run():
         "dask_cml.advice",
         "dask_cml.errors",
         "dask_cml.naming",
+        "dask_cml.output",
         "dask_cml.words",
     }
     assert {name.partition(".")[0] for name in added - ours} <= {*sys.stdlib_module_names}
@@ -154,10 +159,51 @@ def test_the_package_declares_that_it_is_typed():
 
 
 def test_the_wheel_has_every_file_of_the_package():
-    root = Path(__file__).parents[1]
     setup = configparser.ConfigParser()
-    setup.read(root / "setup.cfg")
+    setup.read(ROOT / "setup.cfg")
     patterns = setup["options.package_data"]["dask_cml"].split()
-    packed = {path for pattern in patterns for path in (root / "dask_cml").glob(pattern)}
-    files = {path for path in (root / "dask_cml").rglob("*") if path.is_file()}
+    packed = {path for pattern in patterns for path in (ROOT / "dask_cml").glob(pattern)}
+    files = {path for path in (ROOT / "dask_cml").rglob("*") if path.is_file()}
     assert {path for path in files - packed if path.suffix not in (".py", ".pyc")} == set()
+
+
+def required(*lists):
+    """Return what lists of requirements in pyproject.toml contain, by name."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = [re.search(rf"^{name} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1] for name in lists]
+    lines = re.findall(r'^ *"([^"]+)"', "".join(found), re.MULTILINE)
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+def imported():
+    """Yield the packages that the modules of dask-cml import when they are imported."""
+    for path in (ROOT / "dask_cml").rglob("*.py"):
+        if path.name != "jupyter.py":  # which the extra is for
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Import):
+                    yield from (alias.name for alias in node.names)
+                elif isinstance(node, ast.ImportFrom):
+                    yield node.module
+
+
+def test_what_the_package_imports_is_what_it_requires():
+    packages = {name.partition(".")[0] for name in imported()} - {*sys.stdlib_module_names, "dask_cml"}
+    names = {"yaml" if name == "pyyaml" else name for name in required("dependencies")}
+    assert packages | {"cryptography", "packaging"} == names  # the first is distributed's
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".ci/images").glob("*.txt")), ids=lambda path: path.stem)
+def test_no_requirement_is_above_the_packages_of_an_image(path):
+    pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", path.read_text(), re.MULTILINE))
+    requirements = required("dependencies", "jupyter")
+    assert pins.keys() & requirements.keys()
+    unmet = [
+        name for name, pin in pins.items() if name in requirements and pin not in requirements[name].specifier
+    ]
+    assert unmet == []
+
+
+def test_what_is_required_is_a_release_without_known_holes():
+    requirements = required("dependencies", "jupyter")
+    holes = {"cryptography": "42.0.3", "jupyter-server-proxy": "4.1.2"}
+    assert [name for name, version in holes.items() if version in requirements[name].specifier] == []

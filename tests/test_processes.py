@@ -24,6 +24,7 @@ from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.timing import timing
 
 #: Nowhere does anything listen on this port.
 NOWHERE = "tcp://127.0.0.1:1"
@@ -459,6 +460,30 @@ async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api,
     assert worker.update(await api.sessions())
     assert worker.session.status == "timedout"
     assert not worker.is_known_to_run
+
+
+async def test_a_session_has_ended_if_the_list_lacks_it_for_long_and_had_it_before(
+    stub, api, make_worker, clock
+):
+    """A new session may be listed late, and one list may be old."""
+    worker = make_worker()
+    await worker
+    stub.set(worker.session_id, "running", listed=False)
+    clock.now += 1000
+    assert not worker.update(await api.sessions())
+    for _ in range(2):
+        stub.set(worker.session_id, listed=True)
+        assert not worker.update(await api.sessions())
+        stub.set(worker.session_id, listed=False)
+        assert not worker.update(await api.sessions())
+        clock.now += timing.unlisted - 1
+        assert not worker.update(await api.sessions())
+        assert worker.session.status == "running"
+    clock.now += 2
+    assert worker.update(await api.sessions())
+    assert worker.session.status == "no longer listed"
+    stub.set(worker.session_id, listed=True)
+    assert not worker.update(await api.sessions())
 
 
 async def test_a_session_that_another_process_launched_has_the_age_and_the_owner_of_its_launch(

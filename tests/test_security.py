@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import socket
 import stat
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from clusters import make
-from distributed import Client
+from clusters import make, write_record
+from cryptography import x509
+from distributed import Client, Scheduler
+from distributed.comm.registry import get_backend
 from distributed.security import Security
 
 from dask_cml.options import state_directory
+from dask_cml.records import store
+from dask_cml.records.record import Record, SchedulerState
+from dask_cml.remote import Remote
+from dask_cml.sessions import tls
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -71,6 +81,42 @@ async def test_a_client_that_requires_encryption_refuses_a_cluster_without_keys(
             await computes("cml://open", security=Security(require_encryption=True))
 
 
+@pytest.mark.parametrize("scheme", ["ws", "tcp"])
+async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encryption(state, scheme):
+    """A stranger's scheduler would get the tasks. For ``ws://``, Dask requires no encryption."""
+    keys, files = tls.as_files(True, state_directory() / "mine")
+    async with Scheduler(host=f"{scheme}://127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as stranger:
+        seen = SchedulerState(address=stranger.address)
+        write_record(Record("mine", scheduler=seen, security=tls.paths(keys)))
+        tls.write(files)
+        with pytest.raises(OSError, match="Timed out"):
+            await computes("cml://mine", timeout=2)
+        refused = pytest.raises(OSError, match="expected tls://")
+        with refused:
+            await get_backend("cml").get_connector().connect("mine")
+        with refused:
+            await store.read("mine").ask_scheduler("identity", 30)
+        with refused:
+            await Remote("me", "mine", counts=False).join(stranger.address, keys, "id")
+        assert {*stranger.clients} == {"fire-and-forget"}
+
+
+async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(platform, holds):
+    """On a laptop, another user may listen there. Dask then serves the dashboard at another port."""
+    platform.configure(start_delay=1)
+    starting = asyncio.ensure_future(make(name="mine", scheduler_args=[]))
+    await holds(lambda: platform.sessions())
+    [session] = platform.sessions()
+    with socket.create_server(("127.0.0.1", urlsplit(session["app_url"]).port)):
+        cluster = await starting
+        async with cluster:
+            await cluster.written()
+            assert cluster.has_dashboard
+            assert session["app_url"] not in cluster._repr_html_().partition("Sessions:")[0]
+            assert cluster.dashboard_link == ""
+            assert store.read("mine").dashboard_link is None
+
+
 async def test_tasks_may_have_open_clusters_of_their_own(cluster):
     """With its keys, the environment does not require encryption of all that a session does."""
 
@@ -120,6 +166,15 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
     assert not [secret for secret in secrets if any(secret in text for text in texts)]
 
 
+def test_keys_are_valid_where_the_clock_is_slow(tmp_path):
+    """The nodes of a cluster have clocks of their own."""
+    begun = datetime.now(timezone.utc)
+    _, files = tls.as_files(True, tmp_path)
+    certificate = x509.load_pem_x509_certificate(files[tmp_path / "keys" / "tls_ca_file.pem"].encode())
+    assert certificate.not_valid_before_utc < begun - timedelta(minutes=55)
+    assert certificate.not_valid_after_utc > begun + timedelta(days=364)
+
+
 async def test_a_given_security_is_used_unchanged(platform, tmp_path):
     security = Security.temporary()
     for field in ("tls_ca_file", "tls_scheduler_key"):
@@ -150,9 +205,9 @@ async def test_an_incomplete_security_is_refused_before_anything_is_launched(pla
     assert platform.list_workers() == []
 
 
-def test_the_tests_that_the_page_on_security_names_exist():
+def test_the_tests_that_the_list_of_protections_names_exist():
     root = Path(__file__).parent
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "README.md").read_text())
     assert named
     for file, test in named:
         assert f"def {test}(" in (root / file).read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email
 import functools
 import inspect
 import json
@@ -13,13 +14,17 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from http.cookiejar import CookieJar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urljoin
+from urllib.request import Request
 
 import dask
 import psutil
 import pytest
+import tornado
 from clusters import (
     create_and_kill,
     create_and_leave,
@@ -35,10 +40,12 @@ from ports import free_port
 from served import PageServer
 from simulated.faults import HTTPError
 from simulated.testing import eventually, simulated
+from tornado import httputil
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
+from dask_cml.cancellation import cancel
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.errors import CMLError
 from dask_cml.options import state_directory
@@ -48,7 +55,7 @@ from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.serve.servers import Dashboards, make_application, serve_dashboards
+from dask_cml.serve.servers import Dashboards, make_application, serve, serve_dashboards
 
 SECRET = "correct-horse-battery"
 
@@ -534,13 +541,53 @@ def test_a_session_in_a_record_is_linked_only_by_http():
     assert session["link"] is None
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
+@pytest.mark.parametrize("body", [b"[" * 60_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
 @on_page
 async def test_an_invalid_body_is_refused(server, body):
     await server.post("/api/clusters", name="night")
     answer = await server.ask("POST", "/api/clusters/night/scale", raw=body)
     assert answer.status in (400, 503)
     assert "Traceback" not in answer.text
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The parsers of forms that Tornado has called. A large form would stop the event loop."""
+    forms = []
+    for name in "parse_multipart_form_data", "parse_qs_bytes":
+        monkeypatch.setattr(
+            httputil, name, lambda form, *_, name=name, **__: forms.append(name) if form else {}
+        )
+    return forms
+
+
+@pytest.mark.parametrize("token", [True, False])
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"--x\r\n\r\n\r\n--x--\r\n", "Multipart/Form-Data; boundary=x", 415),
+        (b'{"name": "' + b"x" * 2**16 + b'"}', "application/json", 413),
+        (b"&" * 2**17, "application/x-www-form-urlencoded", 413),
+    ],
+    ids=["form with parts", "large JSON", "large form"],
+)
+@on_page
+async def test_forms_with_parts_and_large_bodies_are_refused_and_not_parsed(
+    server, parsed, body, kind, status, token
+):
+    headers = {"Content-Type": kind}
+    for port in server.access.port, server.dashboards.port:
+        answer = await server.ask("POST", "/api/clusters", raw=body, token=token, port=port, **headers)
+        assert (answer.status, "expected" in answer.json["error"]) == (status, True)
+    assert parsed == []
+
+
+@on_page
+async def test_json_that_a_program_calls_a_form_is_read_and_not_parsed_as_a_form(server, parsed):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl does
+    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, **headers)
+    assert answer.json["name"] == "night"
+    assert parsed == []
 
 
 # -- dashboards
@@ -597,6 +644,15 @@ async def test_in_a_cml_session_dashboards_use_the_second_port(session):
     assert dashboards.port == session
     assert dashboards.host(None) == "read-only-eng1ne0000000000.ml.example.com"
     await dashboards.close()
+
+
+async def test_the_page_warns_of_a_tornado_with_known_holes(state, caplog, monkeypatch):
+    monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
+    started = asyncio.Event()
+    serving = asyncio.create_task(serve(0, lambda *_: started.set()))
+    await asyncio.wait_for(started.wait(), PATIENCE)
+    assert "6.5.5" in caplog.text
+    await cancel(serving)
 
 
 async def test_without_a_free_second_port_the_page_serves_no_dashboards(session, caplog):
@@ -762,17 +818,45 @@ async def test_requests_without_the_token_are_refused(server):
 
 
 async def test_the_link_with_the_token_sets_a_cookie(server):
-    answer = await server.ask("GET", f"/?token={server.access.token}", token=False)
+    for path in "/", "/history", f"{server.access.path}/history":
+        answer = await server.ask("GET", f"{path}?token={server.access.token}", token=False)
+        assert answer.status == 302
+        assert "Set-Cookie" not in answer.headers
+        link = urljoin(f"http://host{path}", answer.headers["Location"]).removeprefix("http://host")
+        assert link == f"{server.access.path}/?token={server.access.token}"
+    answer = await server.ask("GET", link, token=False)
     assert (answer.status, answer.headers["Location"]) == (302, "?")
     cookies = answer.headers.get_list("Set-Cookie")
     [cookie] = [cookie for cookie in cookies if server.access.token in cookie]
     assert "HttpOnly" in cookie
     assert "SameSite=Lax" in cookie
     cookie = cookie.partition(";")[0]
-    assert (await server.ask("GET", "/api/clusters", token=False, Cookie=cookie)).status == 200
+    api = f"{server.access.path}/api/clusters"
+    assert (await server.ask("GET", api, token=False, Cookie=cookie)).status == 200
+    assert (await server.ask("GET", "/api/clusters", token=False, Cookie=cookie)).status == 401
     # A form of another page would send the cookie, too.
-    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, token=False, Cookie=cookie)
+    answer = await server.ask("POST", api, {"name": "night"}, token=False, Cookie=cookie)
     assert (answer.status, "_xsrf" in answer.json["error"]) == (403, True)
+
+
+@pytest.mark.parametrize("prefix", ["", "/user/me/proxy/8787"])
+async def test_a_server_at_another_port_does_not_get_the_token(server, prefix):
+    """Cookies ignore ports: another user's program at 127.0.0.1 gets the cookies of the whole host."""
+    jar, path = CookieJar(), f"{server.access.path}/"
+    answer = await server.ask("GET", f"{path}?token={server.access.token}", token=False)
+    message = email.message_from_string(
+        "".join(f"{name}: {text}\n" for name, text in answer.headers.get_all())
+    )
+    jar.extract_cookies(SimpleNamespace(info=lambda: message), Request(f"http://127.0.0.1:1{prefix}{path}"))
+
+    def sent(path):
+        request = Request(f"http://127.0.0.1:2{path}")
+        jar.add_cookie_header(request)
+        return request.get_header("Cookie", "")
+
+    assert server.access.token in sent(f"{prefix}{path}clusters/night")
+    for elsewhere in "/", "/clusters/night", f"{prefix}/", path[:-3] + "/":
+        assert server.access.token not in sent(elsewhere)
 
 
 async def test_the_headers_of_cml_identify_users_only_in_cml_sessions(server, monkeypatch):
@@ -794,6 +878,26 @@ async def test_a_read_only_user_cannot_change_clusters(server, permission):
     for method, path in (("POST", "/api/clusters"), ("DELETE", "/api/clusters/x")):
         answer = await server.ask(method, path, {}, token=False, **reader)
         assert (answer.status, answer.json["error"][:26]) == (403, "You cannot change clusters")
+
+
+@pytest.mark.parametrize(("name", "may_change"), [("ann", True), ("bob", False), ("ANN", False)])
+async def test_only_the_configured_users_change_clusters(server, name, may_change):
+    headers = {"REMOTE-USER": name, "REMOTE-USER-PERM": "RW"}
+    with dask.config.set({"cml.serve.users": ["ann"]}):
+        server.access.__post_init__()
+    server.access.behind_entry = True
+    more = await xsrf(server, headers) if may_change else {}
+    answer = await server.ask("DELETE", "/api/clusters/none", token=False, **headers, **more)
+    assert answer.status == (404 if may_change else 403)
+    assert ("cml.serve.users" in answer.text) is not may_change
+    page = await server.ask("GET", "/", token=False, **headers)
+    assert ("cml.serve.users" in page.text) is not may_change
+
+
+def test_users_that_are_no_list_are_refused():
+    refused = pytest.raises(TypeError, match=r"invalid cml\.serve\.users")
+    with dask.config.set({"cml.serve.users": "ann"}), refused:
+        Access(8100)
 
 
 @pytest.mark.parametrize("permissions", [["RW", "RO"], ["RO", "RW"], ["RW", "RW"], ["rw"]])

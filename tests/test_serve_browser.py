@@ -11,7 +11,7 @@ import pytest
 from conftest import ENDED
 from distributed import Client
 from lab import PATIENCE, Pane, browser, chromium, pictured, until
-from served import PageServer
+from served import TOKEN, PageServer
 
 from dask_cml.records import store
 
@@ -57,8 +57,9 @@ def opened(chrome, server, request, tmp_path):
             page.errors = []
             page.on("pageerror", lambda error: page.errors.append(str(error)))
             page.goto(server.link)
+            page.home = page.url.partition("?")[0]
             if path:
-                page.goto(server.url + path)
+                page.goto(page.home + path)
             return page
 
         yield opened
@@ -158,8 +159,8 @@ def test_a_dashboard_cannot_reach_the_page_cookies_or_other_dashboards(opened, n
         found = pane.evaluate(f"({refused})(() => {attempt})")
         assert found in ("SecurityError", "TypeError"), attempt
     fetched = "fetch({0!r}, {1}).then(each => each.type, error => error.name)"
-    api = f"{server.url}api/clusters/{night}"
-    for url in (api, server.url, pane.url):
+    api = f"{page.home}api/clusters/{night}"
+    for url in (api, page.home, pane.url):
         assert pane.evaluate(fetched.format(url, "{credentials: 'include'}")) == "TypeError"
     order = "{method: 'POST', mode: 'no-cors', credentials: 'include', body: '{\"n\": 0}'}"
     assert pane.evaluate(fetched.format(f"{api}/scale", order)) == "opaque"
@@ -285,7 +286,7 @@ def test_a_refused_form_shows_the_reason_and_can_be_corrected(opened, server, sh
         shared_platform.configure(quota=None)
     if not page.url.endswith("/new"):  # on a busy machine the form does not wait for the refusal
         assert server.ask("DELETE", "api/clusters/created")[0] == 200
-        page.goto(f"{server.url}new")
+        page.goto(f"{page.home}new")
         page.get_by_label("Name name").fill("created")
     shared_platform.configure(start_delay=4)  # longer than the form waits
     page.get_by_label("Worker sessions").fill("1")
@@ -316,7 +317,7 @@ def test_a_cluster_is_deleted_after_confirmation(opened, server, shared_platform
     assert "short" in server.clusters
     page.get_by_role("button", name="Delete…").click()
     page.get_by_role("button", name="Delete", exact=True).click()
-    page.wait_for_url(server.url)
+    page.wait_for_url(page.home)
     row(page, "short").wait_for(state="detached")
     other.get_by_role("heading", name="No such cluster").wait_for()
     until(
@@ -370,7 +371,7 @@ def test_the_page_works_with_the_keyboard_alone(opened, server):
     assert page.evaluate("document.activeElement.innerText") == "Cancel"
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.wait_for_url(server.url)
+    page.wait_for_url(page.home)
     until(lambda: "typed" not in server.clusters)
 
 
@@ -384,7 +385,7 @@ def test_the_page_offers_no_changes_to_a_read_only_user(opened, shared_platform,
         row(page, night).filter(has_text="running").wait_for()
         assert page.locator(".user").inner_text() == "eve"
         assert page.get_by_text("your role in the project is read-only").is_visible()
-        page.goto(f"{application.url}clusters/{night}")
+        page.goto(f"{page.home}clusters/{night}")
         page.locator("#dashboard summary").wait_for()
         assert page.locator("form, [data-opens]").count() == 0
         status = page.evaluate("fetch('../api/clusters/night', {method: 'DELETE'}).then(each => each.status)")
@@ -396,8 +397,11 @@ def test_the_page_offers_no_changes_to_a_read_only_user(opened, shared_platform,
 
 
 def test_another_origin_can_neither_change_clusters_nor_embed_the_page(opened, server, night):
+    cookies = {}
+
     class Foreign(BaseHTTPRequestHandler):
         def do_GET(self):
+            cookies[self.path] = self.headers["Cookie"] or ""
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
@@ -409,19 +413,23 @@ def test_another_origin_can_neither_change_clusters_nor_embed_the_page(opened, s
     foreign = ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
     threading.Thread(target=foreign.serve_forever, daemon=True).start()
     try:
-        page = opened()  # with the cookie, which browsers send to all ports of a host
+        page = opened()
+        home = page.home
         page.goto(f"http://127.0.0.1:{foreign.server_port}/")
         page.evaluate(
             """url => Promise.all(["POST", "DELETE"].map(method => fetch(url, {
                 method, mode: method == "POST" ? "no-cors" : "cors", credentials: "include", body: "{}",
             }).catch(() => null)))""",
-            f"{server.url}api/clusters/{night}",
+            f"{home}api/clusters/{night}",
         )
+        page.goto(f"http://127.0.0.1:{foreign.server_port}{urlsplit(home).path}")
         assert page.frames[1].get_by_role("heading", name="Clusters").count() == 0
     finally:
         foreign.shutdown()
         foreign.server_close()
     assert server.clusters[night]["status"] == "running"
+    assert [path for path, cookie in cookies.items() if TOKEN in cookie] == [urlsplit(home).path]
+    assert "/" in cookies
 
 
 # -- ended clusters

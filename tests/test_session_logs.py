@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
+from terminals import STEERING
 
+from dask_cml import wrapper
 from dask_cml.errors import CMLError
 from dask_cml.sessions import session_logs
 from dask_cml.sessions.session_logs import SessionLogs, Warnings, last_lines, log_path
+from dask_cml.words import printable
 from dask_cml.wrapper import Log
 
 
@@ -192,6 +197,18 @@ def test_the_last_lines_are_printable_and_few(tmp_path, write):
     write("mine-0", "one\n\x1b[2Jtwo\n")
     assert last_lines(tmp_path / "mine-0.log", 1) == r"\x1b[2Jtwo"
     assert last_lines(tmp_path / "mine-1.log", 1) == ""
+
+
+def test_what_a_failed_program_has_printed_steers_no_console(tmp_path):
+    """CML shows what a session prints in the console of the session that launched it."""
+    command = [sys.executable, "-c", f"print('last words {STEERING}'); exit(1)"]
+    session = {"command": command, "log": str(tmp_path / "log"), "program": "it", "folder": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", wrapper.code("It", session)], capture_output=True, text=True, timeout=60
+    )
+    words, _ = ran.stdout.splitlines()
+    assert words == f"last words {printable(STEERING)}"
+    assert "exit status 1" in ran.stderr
 
 
 def test_the_last_lines_of_a_session_are_not_those_of_a_lost_one_with_its_name(tmp_path, write):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 
 import pytest
@@ -11,6 +12,7 @@ from testbed import faults
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
+from dask_cml.sessions import mesh
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -96,9 +98,29 @@ def test_the_error_shows_the_output_of_a_scheduler_that_cannot_run(start):
 @simulated
 async def test_a_start_fails_if_its_scheduler_does_not_answer_in_time(it):
     it.platform.doom("silent", key="scheduler")
-    with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running"):
+    with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running") as caught:
         await simulate(n_workers=1, scheduler_timeout=30)
+    assert "Istio" not in str(caught.value)
     assert not it.platform.running
+
+
+@simulated
+async def test_a_start_in_a_mesh_fails_in_time_and_names_the_cure(it, sidecar):
+    it.sessions.are_in_mesh = True
+    began = time.monotonic()
+    with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running") as caught:
+        await simulate(n_workers=1, scheduler_timeout=30)
+    assert time.monotonic() - began < 60
+    assert str(caught.value).endswith(f"{mesh.EFFECT} An administrator can change the mode:\n{mesh.PERMIT}")
+    assert not it.platform.running
+
+
+@simulated
+async def test_a_mesh_is_not_blamed_for_a_session_that_does_not_run(it, sidecar):
+    it.platform.configure({"sessions": 0}, waits_for_room=True)
+    with pytest.raises(SchedulerTimeout) as caught:
+        await simulate(n_workers=1, pending_timeout=30)
+    assert "Istio" not in str(caught.value)
 
 
 @simulated

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import io
 import re
 import subprocess
 import sys
 import threading
+from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import nbformat
 import pytest
-from clusters import lines_of, simulate
-from distributed import Client
+from clusters import lines_of, make, simulate
+from distributed import Client, get_worker
+from distributed.objects import SchedulerInfo
 from nbclient import NotebookClient
 from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
@@ -24,6 +27,9 @@ from dask_cml import display as screens
 from dask_cml.cancellation import cancel
 from dask_cml.display import StartDisplay
 from dask_cml.errors import LaunchRefused
+from dask_cml.options import SessionSize
+from dask_cml.records.record import Record, SchedulerState
+from dask_cml.sessions.session import Session
 
 TITLE = "Starting cluster c, 0 s"
 
@@ -321,10 +327,54 @@ async def test_names_are_escaped_in_html(platform, holds):
     name = "<i>&\"'"
     async with CMLCluster(n_workers=1, name=name, platform="local", asynchronous=True, quiet=True) as cluster:
         await holds(lambda: cluster.scheduler_info["workers"])
-        html = cluster._repr_html_()
-    assert "<i>" not in html
-    assert html.count("&lt;i&gt;&amp;&quot;&#x27;-0") > 1
-    assert "CMLCluster</h3>" in html
+        shown = cluster._repr_html_()
+    assert "<i>" not in shown
+    assert html.unescape(shown).count(f"{name}-0") > 1
+    assert "CMLCluster</h3>" in shown
+
+
+HTML = "<img src=x onerror=alert(1)>"
+
+
+@pytest.mark.usefixtures("light")
+async def test_no_task_puts_html_into_a_notebook(platform, holds):
+    def show(place, html):
+        """Report HTML where Dask's template shows a number of this worker."""
+        get_worker().metrics[place] = lambda _: [html]
+
+    async with (
+        make(name="<i>mine", n_workers=1) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await holds(lambda: cluster.scheduler_info["workers"])
+        for place in ("executing", "ready", "in_flight", HTML):
+            await client.submit(show, place, HTML)
+        [address] = cluster.scheduler_info["workers"]
+
+        async def arrives():
+            cluster.scheduler_info = SchedulerInfo(await client.scheduler.identity())
+            return HTML in cluster.scheduler_info["workers"][address]["metrics"]
+
+        while not await arrives():
+            await asyncio.sleep(0.1)
+        shown = [cluster._repr_html_(), client._repr_html_(), (await cluster.get_logs())._repr_html_()]
+        shown += [child.value for child in cluster._widget().children if hasattr(child, "value")]
+    for text in shown:
+        assert "<img" not in text
+        assert "<i>" not in text
+    assert shown[0].count(html.escape(HTML)) == 3
+
+
+@pytest.mark.parametrize("url", ["javascript:alert(1)//", 'https://x.example/"onclick=alert(1)//'])
+def test_only_links_of_the_web_are_shown(url):
+    session = Session(
+        "id0", "worker", "c-0", "running", None, url, datetime.now(timezone.utc), SessionSize(1, 1)
+    )
+    cluster = SimpleNamespace(sessions=[session], arrived=tuple)
+    table = screens.render("cml_session_table.html.j2", cluster=cluster, status_of=screens.status_of)
+    assert "id0" in table
+    assert "<a" not in table
+    assert Record("c", scheduler=SchedulerState(app_url=url)).dashboard_link is None
 
 
 # -- Ctrl-C

@@ -150,6 +150,23 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
 
 
 @simulated
+async def test_the_reason_of_a_wait_is_told_once_with_what_helps(it):
+    it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
+    async with clusters.simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: "waiting for room for 1 of 1 worker sessions" in log_of(cluster))
+        [worker] = cluster.workers.values()
+        for used in (50, 51):
+            it.platform.set(worker.session_id, k8sMessage=f"exceeded quota: pods, used: pods={used}")
+            await eventually(lambda used=used: str(used) in worker.reason)
+        await eventually(lambda: "OVERRIDE_PODQUOTA" in log_of(cluster))
+        await asyncio.sleep(30.0)
+        [line] = [line for line in clusters.lines_of(cluster) if "exceeded" in line]
+        assert re.search(r"worker sessions: exceeded quota: pods, .* use fewer, larger workers", line)
+        it.platform.configure()
+        await eventually(lambda: arrived(cluster) == 1)
+
+
+@simulated
 async def test_adaptive_scaling_launches_no_more_while_sessions_wait_for_room(it):
     it.platform.configure({"sessions": 2}, waits_for_room=True)
     async with (

@@ -135,18 +135,58 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
     assert stub.calls == []
 
 
+async def test_parameters_of_any_release_are_passed_by_their_names(stub, api, monkeypatch):
+    """The order of the parameters differs from one release to another."""
+    sent = {}
+
+    def launch_workers(
+        rdma_network_selections=None, *, env, code, memory, cpu, n, nvidia_gpu=0, accelerator_label_id=None
+    ):
+        sent.update(locals())
+        return [{"id": "stub000000000000"}]
+
+    monkeypatch.setattr(stub, "launch_workers", launch_workers)
+    networks = [{"network_label_id": 10, "quantity": 2}]
+    await api.launch(plan("mine", launch_options={"rdma_network_selections": networks}))
+    assert sent["rdma_network_selections"] == networks
+    assert (sent["n"], sent["cpu"], sent["memory"], sent["code"]) == (1, 1.5, 2, "pass")
+    api.forget("stub000000000000")
+
+
 async def test_a_refused_launch_shows_the_reason_and_stops_the_half_created_session(stub, api, left):
-    stub.refuse(message="failed to launch", k8s_message="exceeded quota: pods")
+    stub.refuse(message="failed to launch", k8s_message="exceeded quota: cpu")
     with pytest.raises(LaunchRefused) as caught:
         await api.launch(plan("mine"))
-    words = "failed to launch. exceeded quota: pods (the number of your sessions is limited: "
-    assert caught.value.reason == f"{words}fewer, larger workers help)"
+    assert caught.value.reason == "failed to launch. exceeded quota: cpu"
     assert "mine" in str(caught.value)
     half_made = [*stub.all][-1]
     assert stub.arguments("stop_workers") == [(half_made,)]
     assert stub.count("launch_workers") == 1
     assert not left()
     assert not api.live
+
+
+@pytest.mark.parametrize(
+    ("k8s_message", "names_pods"),
+    [
+        ("exceeded quota: pods", True),
+        (
+            'pods "x7" is forbidden: exceeded quota: q, requested: pods=1, used: pods=50, limited: pods=50',
+            True,
+        ),
+        ('pods "x7" is forbidden: exceeded quota: q, requested: count/pods=1, limited: count/pods=50', True),
+        ("You have reached your limit of 50 pods", True),
+        ('pods "x7" is forbidden: exceeded quota: q, requested: limits.cpu=4, limited: limits.cpu=8', False),
+        ("podsecurity forbids it", False),
+    ],
+)
+async def test_a_refusal_that_counts_sessions_says_what_helps(stub, api, k8s_message, names_pods):
+    """Kubernetes begins each refusal with the name of the pod, so `pods` alone counts nothing."""
+    stub.refuse(k8s_message=k8s_message)
+    with pytest.raises(LaunchRefused) as caught:
+        await api.launch(plan("mine"))
+    assert ("fewer, larger workers" in caught.value.reason) == names_pods
+    assert ("OVERRIDE_PODQUOTA" in caught.value.reason) == names_pods
 
 
 async def test_a_launch_is_retried_after_stopped_sessions_have_freed_the_quota(stub, api):
@@ -225,7 +265,10 @@ async def test_a_malformed_answer_that_lasts_raises_an_error_with_the_platforms_
     stub.say(function, *[answer] * 4)
     with pytest.raises(CallFailed) as caught:
         await do(api, function)
-    assert str(caught.value).endswith(words)
+    if words == "Unauthorized":
+        assert "CML refuses this session's CDSW_API_KEY (Unauthorized)" in str(caught.value)
+    else:
+        assert str(caught.value).endswith(words)
     assert "4 tries" in str(caught.value)
     assert "{" not in str(caught.value)
     assert api.problem == str(caught.value)
@@ -653,6 +696,33 @@ async def test_close_succeeds_although_the_api_fails_for_a_while(stub, api, left
         stub.fail("stop_workers", HTTPError(503), ConnectionError("broken"))
     await api.close()
     assert stub.count("stop_workers") == 3
+    assert not left()
+
+
+@pytest.mark.parametrize("how", ["answer", "error"])
+async def test_a_refused_key_is_named_and_the_end_does_not_try_for_long_what_has_failed_for_long(
+    stub, api, left, how, monkeypatch
+):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
+    monkeypatch.delenv("CDSW_MASTER_ID", raising=False)
+    await launch(api, 2)
+    if how == "answer":
+        stub.say("list_workers", *[UNAUTHORIZED] * 4)
+        stub.answer_stop(*[401] * 100)
+    else:
+        stub.fail("list_workers", *[HTTPError(401)] * 4)
+        stub.fail("stop_workers", *[HTTPError(401)] * 100)
+    words = r"CML refuses .* CDSW_API_KEY \(.+\); if it was rotated, restart session kbmjhsx8uobd5ks9, with"
+    with pytest.raises(CallFailed, match=words):
+        await api.sessions()
+    assert api.key_refused
+    with pytest.raises(CallFailed, match=rf"which may still run: {words}"):
+        await api.close()
+    assert stub.count("stop_workers") <= 2
+    stub.heal()
+    await api.sessions()
+    assert not api.key_refused
+    await api.close()
     assert not left()
 
 

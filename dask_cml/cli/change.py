@@ -15,6 +15,7 @@ from dask_cml.cli.console import (
     as_json,
     cml,
     complete_names,
+    echo,
     first_line_of,
     of_cluster,
     print_json,
@@ -55,7 +56,7 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
     async with connected(name) as cluster:
         await cluster.scale(n, worker_group=group)
         await wait_for_scale(cluster, n, group, timeout)
-    click.echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
+    echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
 
 
 @cml.command(context_settings={"ignore_unknown_options": True})
@@ -81,7 +82,7 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             who = "this command adapts it, until Ctrl-C"
             if not adapts_here:
                 who = "the process that keeps it adapts it, also after this command"
-            click.echo(f"Cluster {name} adapts between {bounds}: {who}")
+            echo(f"Cluster {name} adapts between {bounds}: {who}")
             while cluster.keeps and cluster.limits(group) == adaptive.limits:
                 show(_present(cluster, cluster.target(group), group))
                 await asyncio.sleep(_INTERVAL)
@@ -90,7 +91,7 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             cluster.stop_adapting(group)
             await cluster.written()
             kept = _n_workers(cluster.target(group), group)
-            click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
+            echo(f"Cluster {name} keeps {kept} and no longer adapts")
             raise
         if cluster.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {cluster.problem or _DELETED}")
@@ -181,7 +182,7 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
         await cluster.add_worker_group(group, **given(options))
         n = cluster.target(group)
         await wait_for_scale(cluster, n, group, timeout)
-    click.echo(f"Worker group {group} added to cluster {name}: {_n_workers(n)}")
+    echo(f"Worker group {group} added to cluster {name}: {_n_workers(n)}")
 
 
 @group.command("delete")
@@ -193,7 +194,7 @@ async def delete_group(name: str, group: str) -> None:
     async with connected(name) as cluster:
         await cluster.delete_worker_group(group)
     show()
-    click.echo(f"Worker group {group} deleted from cluster {name}")
+    echo(f"Worker group {group} deleted from cluster {name}")
 
 
 @group.command("list")
@@ -246,7 +247,7 @@ async def prune() -> None:
     results, skipped = await operations.prune()
     show()
     for name, why in skipped.items():
-        click.echo(f"Cluster {name} skipped: {why}. To delete it all the same: `{_delete(name)}`", err=True)
+        echo(f"Cluster {name} skipped: {why}. To delete it all the same: `{_delete(name)}`", err=True)
     _report(results, "No dead clusters.")
 
 
@@ -259,11 +260,11 @@ def _report(results: dict[str, Any], none: str) -> None:
     show()
     for name, error in results.items():
         if error is None:
-            click.echo(f"Cluster {name} deleted")
+            echo(f"Cluster {name} deleted")
         else:
             retry = f"To try again: `{_delete(name)}`"
-            click.echo(f"Error: cluster {name} not deleted: {first_line_of(error)}. {retry}", err=True)
+            echo(f"Error: cluster {name} not deleted: {first_line_of(error)}. {retry}", err=True)
     if not results:
-        click.echo(none, err=True)
+        echo(none, err=True)
     if any(results.values()):
         raise click.exceptions.Exit(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ import click
 
 from dask_cml.advice import for_shell
 from dask_cml.errors import CMLError
-from dask_cml.words import first_line, printable, table
+from dask_cml.words import first_line, printable, printable_lines, table
 
 # Dask imports this with each of its commands, so functions import slow modules themselves.
 
@@ -35,7 +37,7 @@ class _Commands(click.Group):
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
             text = for_shell(first_line_of(error), "NAME")
             if advice := getattr(error, "advice", ""):
-                text += f"\n{for_shell(advice, 'NAME')}"
+                text += f"\n{for_shell(printable_lines(advice), 'NAME')}"
             raise click.ClickException(text) from error
         finally:
             show()
@@ -57,7 +59,15 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
 
     given = context.params.get(str(parameter.name)) or ()
     names = [record.name for record in store.records()]
-    return [name for name in names if name.startswith(incomplete) and name not in given]
+    names = [name for name in names if name.startswith(incomplete) and name not in given]
+    return [_for_completion(name) for name in names if name.isprintable()]
+
+
+def _for_completion(name: str) -> str:
+    """Return a name for the script of a shell, in which click passes on what this process completes."""
+    if "bash_complete" not in (value for key, value in os.environ.items() if key.endswith("_COMPLETE")):
+        return name  # other shells quote themselves
+    return shlex.quote(name).replace("\\", "\\\\")  # the script's `read` takes one away
 
 
 #: The argument of a command on one cluster.
@@ -69,6 +79,11 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
     return printable(first_line(str(error))) or type(error).__name__
+
+
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Print a line. Nothing in it steers a terminal."""
+    click.echo(printable(text), err=err)
 
 
 class _Progress:

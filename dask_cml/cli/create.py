@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_cml.advice import for_shell
-from dask_cml.cli.console import cml
+from dask_cml.cli.console import cml, echo
 
 if TYPE_CHECKING:
     from dask_cml.options.table import Option
@@ -137,11 +137,11 @@ def create(new_name: str | None, **options: Any) -> None:
         cluster = ShellCluster(**unattended(given(options)), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.outlive_this_process)
-    click.echo(cluster.name)
-    click.echo(f"Address: {cluster.scheduler_address}", err=True)
+    echo(cluster.name)
+    echo(f"Address: {cluster.scheduler_address}", err=True)
     if cluster.dashboard_link:
-        click.echo(f"Dashboard: {cluster.dashboard_link}", err=True)
-    click.echo(f"{lifetime(cluster.name, cluster.options.idle_timeout)}.", err=True)
+        echo(f"Dashboard: {cluster.dashboard_link}", err=True)
+    echo(f"{lifetime(cluster.name, cluster.options.idle_timeout)}.", err=True)
     cluster.leave()
 
 
@@ -167,12 +167,12 @@ async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> No
     from dask_cml.serve.servers import serve as serve_page
 
     await serve_page(port, _print_link, open_browser, dashboard_port)
-    click.echo("The page is closed; the clusters created there are stopped.", err=True)
+    echo("The page is closed; the clusters created there are stopped.", err=True)
 
 
 def _print_link(link: str, behind_entry: bool) -> None:
     if behind_entry:
-        click.echo(f"The page listens at {link}, and CML forwards requests to it.")
+        echo(f"The page listens at {link}, and CML forwards requests to it.")
     else:
-        click.echo(f"Open the page: {link}")
-        click.echo("To stop it and the clusters created there, press Ctrl-C.", err=True)
+        echo(f"Open the page: {link}")
+        echo("To stop it and the clusters created there, press Ctrl-C.", err=True)

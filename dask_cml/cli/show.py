@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
+from dask_cml.cli.console import as_json, cml, complete_names, echo, of_cluster, print_json, print_table
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import adapts, format_duration, format_time, idle, printable, waiting
+from dask_cml.words import adapts, format_duration, format_time, idle, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
@@ -37,7 +37,7 @@ async def list_clusters(as_json: bool) -> None:
         print_json(rows)
         return
     if not rows:
-        click.echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
+        echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
         return
     print_table(_COLUMNS, [[*_cells(row).values()] for row in rows])
 
@@ -143,7 +143,7 @@ def _print_ended(clusters: Sequence[EndedCluster]) -> None:
     from dask_cml.records.usage import SessionHours
 
     if not clusters:
-        click.echo("No ended clusters.", err=True)
+        echo("No ended clusters.", err=True)
         return
     rows = []
     for cluster in clusters:
@@ -189,7 +189,7 @@ def _print(lines: Iterable[tuple[str, str | None]], usage: Usage) -> None:
     """Print lines with their keys, and a table of the usage."""
     for key, text in [*lines, *(("usage", line) for line in repr(usage).splitlines())]:
         if text:
-            click.echo(printable(f"{key:<10} {text}"))
+            echo(f"{key:<10} {text}")
 
 
 @cml.command()
@@ -214,7 +214,7 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
         if not ended:
             store.read(name)  # says which clusters exist
         session_logs, launched = ended[0].logs(), []
-        click.echo(f"Cluster {name} ended at {format_time(ended[0].ended)}: {ended[0].why}", err=True)
+        echo(f"Cluster {name} ended at {format_time(ended[0].ended)}: {ended[0].why}", err=True)
     else:
         session_logs = operations.session_logs(record)
         launched = [key for key in record.sessions.values() if key != "scheduler"]
@@ -229,9 +229,9 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
         time.sleep(_FOLLOW_INTERVAL)
     if not printer.has_printed:
         what = "warnings" if warnings else "logs"
-        click.echo(f"No {what} of cluster {name}" if record is None else f"No {what} of {name} yet", err=True)
+        echo(f"No {what} of cluster {name}" if record is None else f"No {what} of {name} yet", err=True)
     if follow and record is not None:
-        click.echo(f"Cluster {name} shut down", err=True)
+        echo(f"Cluster {name} shut down", err=True)
 
 
 class _LogPrinter:
@@ -271,10 +271,10 @@ class _LogPrinter:
     def _print(self, session: str, line: str) -> None:
         if session != self._last:
             if self._last is not None:
-                click.echo()
-            click.echo(printable(f"==> {session} <=="))
+                echo()
+            echo(f"==> {session} <==")
             self._last = session
-        click.echo(printable(line))
+        echo(line)
 
 
 @cml.command()

@@ -1,4 +1,4 @@
-"""An HTTP server on this machine's loopback: limits its connections, and refuses requests of other websites.
+"""An HTTP server on this machine's loopback: limits its connections, and refuses what it does not need.
 
 For any web page, a browser on this machine sends requests to 127.0.0.1. A page whose own name resolves to
 127.0.0.1 by now can even read the answers. Such requests have that name as their Host. A page of another
@@ -14,27 +14,37 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+import tornado
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPServerRequest
 from tornado.iostream import IOStream
 from tornado.netutil import is_valid_ip
-from tornado.web import Application
+from tornado.web import Application, RequestHandler
 
+from dask_cml.checks import message
 from dask_cml.options import setting
 from dask_cml.output import Logger
+from dask_cml.sessions.here import served_hosts
 
 logger = Logger(__name__)
 
-#: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
-SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
 #: Seconds without a request, and for its body.
 _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
-#: Bytes of a request's body and of its headers.
-_MOST_BODY, _MOST_HEADERS = 2**20, 2**16
+#: Bytes of a request's body and of its headers. Tornado breaks off a request with a body of twice as many.
+_MOST_BODY, _MOST_HEADERS = 2**16, 2**16
 #: Seconds without accepting connections if that fails: the process may have too many open files.
 _PAUSE = 0.5
+_SAFE_TORNADO = (6, 5, 5)
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def known_holes() -> str | None:
+    """Return a warning, as a clause, if this Tornado has known security holes. Return None otherwise."""
+    if tornado.version_info >= _SAFE_TORNADO:
+        return None
+    first = ".".join(map(str, _SAFE_TORNADO))
+    return f"Tornado {tornado.version} has security holes, which {first} does not have"
 
 
 def local_socket(port: int) -> socket.socket:
@@ -57,19 +67,21 @@ class LocalServer(HTTPServer):
 
     Parameters
     ----------
-    application : tornado.web.Application
+    application : LocalApplication
         Answers the requests.
     listener : socket
         The socket that accepts connections; see :func:`local_socket`.
     """
 
-    def initialize(self, application: Application, listener: socket.socket) -> None:  # type: ignore[override]
+    def initialize(  # type: ignore[override]
+        self, application: LocalApplication, listener: socket.socket
+    ) -> None:
         """Start to listen. Tornado calls this instead of ``__init__``."""
         super().initialize(
             application,
             idle_connection_timeout=_IDLE_TIMEOUT,
             body_timeout=_BODY_TIMEOUT,
-            max_body_size=_MOST_BODY,
+            max_body_size=2 * _MOST_BODY,
             max_header_size=_MOST_HEADERS,
         )
         self._streams: list[IOStream] = []
@@ -122,6 +134,43 @@ class LocalServer(HTTPServer):
             self.handle_stream(IOStream(connection), address)
 
 
+class LocalApplication(Application):
+    """Answers the requests of a :class:`LocalServer`. Refuses large bodies and forms with parts.
+
+    Tornado parses a form before its handler can refuse it, and a form with many fields or parts stops the
+    event loop. The handlers need JSON alone, so no form is parsed.
+    """
+
+    def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
+        """Return what answers a request. Tornado calls this before it reads the body."""
+        # Programs such as curl call JSON a form. Without a type, Tornado does not parse it.
+        kind = request.headers.pop("Content-Type", "")
+        length = request.headers.get("Content-Length", "")
+        if kind.lower().startswith("multipart/"):
+            return self._refuse(request, 415, message("Content-Type", kind, "application/json"))
+        if length.isdecimal() and int(length) > _MOST_BODY:
+            return self._refuse(
+                request, 413, f"invalid body of {length} bytes: expected at most {_MOST_BODY}"
+            )
+        return super().find_handler(request, **kwargs)
+
+    def _refuse(self, request: HTTPServerRequest, status: int, why: str) -> Any:
+        return self.get_handler_delegate(request, _Refused, {"status": status, "why": why})
+
+
+class _Refused(RequestHandler):
+    """Refuses a request."""
+
+    def initialize(self, status: int, why: str) -> None:
+        """Get the status and the reason."""
+        self._status, self._why = status, why
+
+    def prepare(self) -> None:
+        """Answer with JSON, as the page's API does."""
+        self.set_status(self._status)
+        self.finish({"error": self._why})
+
+
 class HostGuard:
     """Checks the Host and the Origin of requests.
 
@@ -141,13 +190,13 @@ class HostGuard:
     def __init__(self, server: str = "The dashboard", port: int | None = None) -> None:
         self._server = server
         self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, setting("forward-hosts"))}
-        engine, domain = os.environ.get("CDSW_ENGINE_ID"), os.environ.get("CDSW_DOMAIN", "").lower()
+        domain = os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
         #: Hosts of this session's own pages.
         self._pages = {
-            f"{prefix}{engine}.{domain}".lower()
-            for variable, prefix in SERVED_PORTS.items()
-            if engine and domain and (port is None or os.environ.get(variable) == str(port))
+            host
+            for variable, host in served_hosts().items()
+            if port is None or os.environ.get(variable) == str(port)
         }
 
     def why_refused(self, request: HTTPServerRequest, any_origin: bool = False) -> str | None:

@@ -20,10 +20,10 @@ from distributed.comm.core import Comm, connect
 from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters
 from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine, ResponseStartLine
 from tornado.iostream import IOStream, StreamClosedError
-from tornado.web import Application, RequestHandler
+from tornado.web import RequestHandler
 
 from dask_cml.cancellation import first_of, within
-from dask_cml.dashboard.http_server import HostGuard, LocalServer, local_socket
+from dask_cml.dashboard.http_server import HostGuard, LocalApplication, LocalServer, local_socket
 from dask_cml.output import Logger
 from dask_cml.protocol import FORWARD
 from dask_cml.rpc import call
@@ -110,7 +110,7 @@ async def open_comm(
         raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
 
 
-def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) -> Application:
+def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) -> LocalApplication:
     """Return an application whose handlers are subclasses of :class:`DashboardProxy`.
 
     Parameters
@@ -122,7 +122,7 @@ def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) 
     **settings
         Other settings of its handlers.
     """
-    return Application(routes, guard=guard, log_function=lambda _: None, **settings)
+    return LocalApplication(routes, guard=guard, log_function=lambda _: None, **settings)
 
 
 class DashboardProxy(RequestHandler):

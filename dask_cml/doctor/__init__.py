@@ -37,13 +37,16 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
     # Each check runs in a separate thread, because a call to the platform may hang.
     checks: dict[str, Check] = {
         "platform": environment.platform,
+        "network": environment.network,
         "configuration": environment.configuration,
         "state directory": environment.state_directory,
         "scratch": environment.scratch,
         "versions": environment.versions,
         "image": environment.image,
         "dashboard": environment.dashboard,
+        "page": environment.page,
         "imports": functools.partial(environment.imports, timeout / 2),
+        "gang scheduling": environment.gang_scheduling,
         "sidebar": environment.sidebar,
         "time-outs": environment.time_outs,
         # Schedulers get a third of the time to respond, and workers get another third.

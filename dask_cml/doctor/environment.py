@@ -24,8 +24,8 @@ from dask_cml import options
 from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
-from dask_cml.sessions import answers
-from dask_cml.sessions.here import load_platform, this_session
+from dask_cml.sessions import answers, mesh
+from dask_cml.sessions.here import GANG, NO_GANG, load_platform, origin, session_limits, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
@@ -81,7 +81,7 @@ class Finding:
     def render(self) -> str:
         """Format the finding for a terminal, with the command on a separate line."""
         begin = f"{click.style(self.state, fg=_COLORS[self.state])}{' ' * (9 - len(self.state))}"
-        command = f"\n{'':<28}{self.command}" if self.command else ""
+        command = f"\n{'':<28}{printable(self.command)}" if self.command else ""
         return f"{begin}{printable(self.name):<16} {printable(self.words)}" + command
 
 
@@ -100,25 +100,42 @@ def platform() -> Finding:
     """Check that this process can import the platform's module, and that the module lists sessions."""
     try:  # `configuration` finds an invalid platform
         module = load_platform(dask.config.get("cml.platform", None))
-        listed = answers.listed(module.list_workers())
-    except NotOnCML:
+    except NotOnCML as error:
+        if error.__cause__ is not None:  # the module is there
+            return Finding("wrong", f"{textwrap.shorten(str(error), _MOST_CHARACTERS).rstrip('.')}.")
         words = f"{sys.executable} cannot import cml.workers_v1 or cdsw"
         if this_session() is None:
             return Finding("wrong", f"{words}.", "export DASK_CML__PLATFORM=local")
         runtime = getattr(sys, "_base_executable", None) or "python3"
         command = shlex.join([runtime, "-m", "dask", "cml", "doctor"])
         return Finding("wrong", f"{words}, because it is not the runtime's Python.", command)
+    file = f"{module.__name__} is {origin(module.__file__)}."
+    try:
+        listed = answers.listed(module.list_workers())
     except Exception as error:
         words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _MOST_CHARACTERS)
-        return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session.")
+        return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
     live = sum(not answers.has_ended(each) for each in listed)
     words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
-    return Finding("ok", words)
+    return Finding("ok", f"{words} {file}")
 
 
 def launches_sessions() -> bool:
     """Return whether this process creates clusters of CML sessions."""
     return this_session() is not None and dask.config.get("cml.platform", None) != "local"
+
+
+def network() -> Finding:
+    """Check that no service mesh may keep Dask from connecting sessions."""
+    if not launches_sessions():
+        return Finding("ok", "Clusters on this machine use its loopback only.")
+    if not mesh.has_sidecar():
+        return Finding("ok", "No Istio sidecar runs in this session.")
+    words = (
+        f"{mesh.EFFECT} No cluster starts then. An administrator can see the mode by "
+        f"`{mesh.SHOW_MODE}`, and let Dask pass by this command."
+    )
+    return Finding("warning", words, mesh.PERMIT)
 
 
 def configuration() -> Finding:
@@ -253,6 +270,20 @@ def dashboard() -> Finding:
     return Finding("ok", "What the dashboard needs is installed.")
 
 
+def page() -> Finding:
+    """Check that the web server of `dask cml serve` has no known holes."""
+    from dask_cml.dashboard.http_server import known_holes
+
+    holes = known_holes()
+    if holes is None:
+        return Finding("ok", "The web server of `dask cml serve` has no known security holes.")
+    if launches_sessions():  # beside another Tornado in the home folder, sessions may not start
+        return Finding("warning", f"{holes}. Before you run `dask cml serve`, choose a newer runtime.")
+    return Finding(
+        "warning", f"{holes}. `dask cml serve` needs it.", pip_command("install", "tornado>=6.5.5")
+    )
+
+
 def imports(timeout: float) -> Finding:
     """Import packages that computations often use, each in a separate process, because an import may crash.
 
@@ -282,6 +313,18 @@ def _why_it_fails(name: str, timeout: float) -> str | None:
         last = error.stdout.decode(errors="replace").strip().rpartition("\n")[2]
         return textwrap.shorten(last or str(error), _MOST_CHARACTERS).rstrip(".")
     return None
+
+
+def gang_scheduling() -> Finding:
+    """Check that no project variable for Spark holds worker sessions back."""
+    if not os.environ.get(GANG):
+        return Finding("ok", "No variable for Spark holds worker sessions back.")
+    words = (
+        f"{GANG} is set, a variable for Spark: CML may hold each worker session back until there is room "
+        f"for several. dask-cml's own sessions get {NO_GANG}=true, which disables this. If they wait for "
+        f"room nevertheless, delete {GANG} from the project's variables."
+    )
+    return Finding("warning", words)
 
 
 def sidebar() -> Finding:
@@ -317,12 +360,16 @@ def _enable(extensions: Sequence[str], directory: str) -> str:
 
 
 def time_outs() -> Finding:
-    """Report the idle time-outs of JupyterLab. When it shuts down, the session and its workers stop."""
-    if version("jupyterlab") is None or not launches_sessions():
-        return Finding("ok", "Only JupyterLab on CML shuts down when it is idle.")
-    values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
-    words = (
-        f"JupyterLab shuts down kernels, and then the session with its workers, after {' and '.join(values)} "
-        "seconds. Set both as environment variables of the project."
-    )
-    return Finding("warning", words)
+    """Report when CML and JupyterLab end this session. With it, its worker sessions end."""
+    if not launches_sessions():
+        return Finding("ok", "Only sessions of CML end when they are idle.")
+    sentences = [f"{limits}."] if (limits := session_limits()) else []
+    if version("jupyterlab") is not None:
+        values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
+        sentences.append(
+            f"JupyterLab shuts down kernels, and then the session with its workers, after "
+            f"{' and '.join(values)} seconds. Set both as environment variables of the project."
+        )
+    if not sentences:
+        return Finding("ok", "CML sets no limit to this session that is known here.")
+    return Finding("warning", " ".join(sentences))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures.thread as executors
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -14,8 +13,9 @@ import weakref
 from typing import Any, NoReturn
 
 from dask_cml.errors import CMLError
+from dask_cml.output import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0

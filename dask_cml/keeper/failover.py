@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_cml import protocol
 from dask_cml.errors import CMLError, LaunchRefused
@@ -15,7 +14,7 @@ from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.remote import Remote
-from dask_cml.rpc import NO_ANSWER, is_refused
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
@@ -89,10 +88,11 @@ class Failover:
         record, scheduler = await self._read(known), self._cluster.scheduler
         if record.scheduler.number > self._cluster.place.number:
             return "another process replaces it"
-        listing: Mapping[str, Any] = {}
         with contextlib.suppress(CMLError):
             listing = await self._api.sessions()
-        if isinstance(scheduler, CMLScheduler) and scheduler.update(listing):
+            if isinstance(scheduler, CMLScheduler):
+                scheduler.update(listing)
+        if isinstance(scheduler, CMLScheduler) and scheduler.has_ended:
             return await self._why_it_ended(record, scheduler)
         silent = time.monotonic() - self._remote.heard
         if silent <= timing.silence + timing.answer:
@@ -184,9 +184,6 @@ class Failover:
 
     async def _answers(self, record: Record) -> bool:
         """Return whether the scheduler answers, although its session seems to have ended."""
-        address = self._remote.address
-        if address is None or await is_refused(address, timing.retry):
-            return False
         with contextlib.suppress(*NO_ANSWER):
             hello = await self._remote.ask(protocol.HELLO, timing.retry)
             return {"record": record.id, "number": record.scheduler.number}.items() <= dict(hello).items()

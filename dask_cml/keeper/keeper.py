@@ -131,6 +131,7 @@ class Keeper:
         #: The number of the last restart of a Dask worker that is logged.
         self._last_restart = 0
         self._outage: str | None = None
+        self._key_refused = False
         self._unrunnable: str | None = None
         self._sent_url: str | None = None
 
@@ -181,8 +182,12 @@ class Keeper:
 
     def waits(self, group: str | None = None) -> list[float]:
         """Return how long the wanted workers that are queued have waited for room, in seconds."""
-        waits = [worker.waits_for for worker in self.wanted(group) if not worker.seen]
-        return [seconds for seconds in waits if seconds is not None]
+        return [worker.waits_for for worker in self._waiting(group) if worker.waits_for is not None]
+
+    def _waiting(self, group: str | None = None) -> list[CMLWorker]:
+        """Return the wanted workers that are queued."""
+        workers = self.wanted(group)
+        return [worker for worker in workers if worker.waits_for is not None and not worker.seen]
 
     def backoff(self, group: str = DEFAULT_GROUP) -> Backoff:
         """Return the backoff of a group."""
@@ -585,15 +590,30 @@ class Keeper:
             logger.warning("Cannot manage cluster %s: %s", self._name, str(error) or repr(error))
         except Exception:
             logger.exception("Cannot manage cluster %s", self._name)
-        self._log_outage()
+        await self._log_outage()
 
-    def _log_outage(self) -> None:
+    async def _log_outage(self) -> None:
         before, outage = self._outage, self._api.problem
+        refused_before, self._key_refused = self._key_refused, self._api.key_refused
         self._outage = outage
-        if outage and not before:
+        if outage and self._key_refused:
+            if not refused_before:
+                self._log(f"Cannot manage cluster {self._name}: {outage}. {await self._what_runs()}")
+        elif outage and not before:
             logger.warning("Cannot manage cluster %s: %s", self._name, outage)
         elif before and not outage:
             logger.warning("Managing cluster %s again", self._name)
+
+    async def _what_runs(self) -> str:
+        """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
+        record = await asyncio.to_thread(store.find_again, self._record) or self._record
+        n = len([process for process in self.processes if not process.has_ended])
+        ends = f" They end {', or '.join(record.ends)}." if record.ends else ""
+        return (
+            f"Until then, this process launches and stops no session. The cluster's {n} "
+            f"session{'s' * (n != 1)} and its tasks run on.{ends} To end them now, call cluster.close(): the "
+            "scheduler tells their programs to exit"
+        )
 
     async def _find_losses(self) -> dict[str, Loss]:
         now, connected = time.monotonic(), connected_names(self._cluster)
@@ -615,7 +635,8 @@ class Keeper:
         self._listed = time.monotonic()
         dead: set[str] = set()
         for process in self.processes:
-            if process.update(listing) and isinstance(process, CMLWorker):
+            # A connected Dask worker is a better sign than a list that lacks its session.
+            if process.update(listing) and isinstance(process, CMLWorker) and not process.is_missing:
                 dead.update(process.dask_names)
         dead &= connected_names(self._cluster)
         if dead:
@@ -689,11 +710,14 @@ class Keeper:
 
     async def _log_lines(self) -> None:
         """Log lines about the cluster when they become true."""
-        board, waits = self._remote.board, self.waits()
+        board, waiting = self._remote.board, self._waiting()
         lines = {}
-        if waits:
+        if waiting:
             n_wanted = len(self._groups.workers())
-            lines["room"] = f" waiting for room for {len(waits)} of {n_wanted} worker sessions"
+            reason = next(filter(None, (worker.reason for worker in waiting)), "")
+            line = f" waiting for room for {len(waiting)} of {n_wanted} worker sessions"
+            # The platform may tell the reason later, and in words that change.
+            lines["reason" if reason else "room"] = f"{line}: {reason}" if reason else line
         restarts = {restart.number: str(restart) for restart in board.restarts}
         if board.problem and board.problem not in restarts.values():
             lines["memory"] = f": {board.problem}"

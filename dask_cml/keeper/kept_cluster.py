@@ -44,6 +44,7 @@ from dask_cml.records.usage import Usage, usage_of
 from dask_cml.remote import BoardState, Remote
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions import here, tls
+from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
@@ -310,6 +311,8 @@ class KeptCluster(SpecCluster):
         self._begin_keeping(keeper)
         if not any(self.target(group) or self.limits(group) for group in self.groups.names):
             self._log(f"Cluster {options.name} has no workers yet: call cluster.scale(n) or cluster.adapt()")
+        if limits_of_session := here.session_limits():
+            self._log(limits_of_session)
         if not options.shutdown_on_close:
             self._log(here.lifetime(options.name, options.idle_timeout))
 
@@ -387,9 +390,10 @@ class KeptCluster(SpecCluster):
         try:
             await self._join_within(patience, str(record.scheduler.address))
         except SchedulerTimeout as error:
+            advice = f"to stop its sessions, run `dask cml delete {shlex.quote(name)}`"
             raise CMLError(
-                f"the scheduler of cluster {name!r} does not answer at {record.scheduler.address}: to stop "
-                f"its sessions, run `dask cml delete {shlex.quote(name)}`"
+                f"the scheduler of cluster {name!r} does not answer at {record.scheduler.address}: "
+                f"{record.out_of_reach or advice}"
             ) from error
 
     def _enter(self, record: Record) -> None:
@@ -846,7 +850,13 @@ class KeptCluster(SpecCluster):
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 last = await asyncio.to_thread(store.read_again, record)
                 self._usage, self._lasted = usage_of(last, time.time()), record.age
-        await self._api.close(self._stop_sessions_now)
+        try:
+            await self._api.close(self._stop_sessions_now)
+        except CallFailed as error:
+            latest = record and await asyncio.to_thread(store.find_again, record)
+            if latest and latest.scheduler.closed is not None:
+                raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
+            raise
 
     def _stop_sessions_now(self) -> None:
         """Stop all sessions and remove the record, like :meth:`_stop_sessions`. Blocks."""

@@ -64,7 +64,7 @@ async def find_losses(workers: Collection[CMLWorker], remote: Remote) -> dict[st
     losses = await _causes(lost, last)
     unexplained = [worker for worker in lost if worker.has_ended and losses[worker.name].is_a_guess]
     await note_reasons(unexplained)
-    explained = [worker for worker in unexplained if worker.reason is not None]
+    explained = [worker for worker in unexplained if worker.why_ended is not None]
     return losses | await _causes(explained, last)
 
 
@@ -91,7 +91,10 @@ async def _cause(worker: CMLWorker, last: Mapping[str, Any]) -> Loss:
         if worker.gone_since is None:
             limit = worker.options.worker_timeout
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
-        gone = f"a Dask worker has been gone for {_patience():g} s, but its session runs"
+        listed = (
+            "and the platform no longer lists its session" if worker.is_missing else "but its session runs"
+        )
+        gone = f"a Dask worker has been gone for {_patience():g} s, {listed}"
     # Of several Dask workers of a session, the worker that ran tasks counts.
     states = [last[name] for name in worker.dask_names if name in last]
     states.sort(key=lambda state: not state["tasks"])

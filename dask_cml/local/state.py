@@ -47,19 +47,25 @@ def directory() -> Path:
     Returns
     -------
     pathlib.Path
-        ``DASK_CML_LOCAL_DIRECTORY``, or else a directory of the user in the directory for temporary files. It
-        should be on a local disk: on network file systems, processes cannot pass on locks.
+        ``DASK_CML_LOCAL_DIRECTORY``, or else ``dask-cml`` in the user's cache directory. There, unlike in
+        ``/tmp``, other users cannot take the name first.
 
     Raises
     ------
     PermissionError
         If the directory belongs to another user, or others can write to it.
     """
-    default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
-    path = Path(os.environ.get(DIRECTORY_VARIABLE) or default).absolute()
+    path = Path(os.environ.get(DIRECTORY_VARIABLE) or _default_directory()).absolute()
     make_folder(path)
     make_folder(path / _SESSIONS)
     return path
+
+
+def _default_directory() -> Path:
+    if os.environ.get("CDSW_ENGINE_ID"):  # its home is a network file system, and all of /tmp is its user's
+        return Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return Path(cache if cache.is_absolute() else Path.home() / ".cache", "dask-cml")
 
 
 def folder_of(session_id: str) -> Path:
@@ -104,13 +110,33 @@ def create_session(session: Session) -> int:
     -------
     int
         A file descriptor with the session's lock. The session fails when all copies of it are closed.
+
+    Raises
+    ------
+    OSError
+        If the state directory is on a network file system, where processes cannot pass on locks.
     """
     folder = folder_of(session["id"])
     folder.mkdir(mode=0o700)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    if not _is_locked(folder / "lock"):  # locks there belong to a process
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(
+            f"{directory()} is on a network file system: set {DIRECTORY_VARIABLE} to a folder on a local disk"
+        )
     write_json(folder / "session.json", session)  # nobody sees the session before it has this file
     return lock
+
+
+def _is_locked(path: Path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def is_live(session: Session) -> bool:

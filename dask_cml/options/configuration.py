@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import warnings
@@ -15,26 +14,21 @@ import dask.config
 
 from dask_cml.checks import nearest, of_type
 from dask_cml.options.table import OPTIONS
+from dask_cml.output import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: The environment variable with the configuration that Dask inherits from the parent process.
 _INHERITED = "DASK_INTERNAL_INHERIT_CONFIG"
 _MOST_BYTES = 32 * 1024  # an environment variable may have 128 KiB on Linux
 #: Mappings below this depth are inherited as a whole, or not at all.
 _MOST_LEVELS = 20
-#: Keys that sessions do not inherit: those of this process only, and of other cluster managers. Dask reads
-#: variables such as DASK_CML_LOCAL_DIRECTORY as keys, too.
+#: The sections of Dask's configuration that sessions inherit: those of dask, whose defaults are the first.
+_SECTIONS = frozenset([*dask.config.defaults[0], "distributed"])
+#: Keys in them that are for this process only. The keys of its connections are files with secrets.
 _OWN = re.compile(
-    r"""(callbacks|cloudprovider|cml|coiled|gateway|get|internal-inherit-config|jobqueue|kubernetes
-    |labextension|num-workers|pool|scheduler|scheduler-address
-    |distributed\.(client\.security-loader|comm\.require-encryption|dashboard\.link))(\.|$)|cml-""",
-    re.VERBOSE,
+    r"distributed\.(client\.security-loader|comm\.(require-encryption|tls)|dashboard\.link)(\.|$)"
 )
-#: Names of secrets, and of files with this process's keys.
-_SECRET = re.compile(r"\btls\b|token(?!iz)|passw|secret|credential|(access|api|private)-?key", re.IGNORECASE)
-#: Values that contain secrets: keys, and URLs with a password.
-_SECRET_VALUE = re.compile(r"-----BEGIN|://[^/\s@]*:[^/\s@]*@")
 
 #: The defaults of all options.
 DEFAULTS: dict[str, Any] = {}
@@ -123,8 +117,8 @@ def origin(key: str) -> str:
 def inherited(state_directory: Path) -> dict[str, str]:
     """Return the environment variables by which sessions inherit this process's configuration.
 
-    Sessions inherit the values that differ from Dask's defaults, except secrets and this process's own. They
-    do not inherit a list with a secret in it at all, because it would be another list without the secret.
+    Sessions inherit the values of Dask's own sections that differ from the defaults, and the sections that
+    the user names. Others may contain secrets, by whatever name: sessions, records and tasks get none.
     """
     variables: dict[str, str] = {}
     changed = _changed(dask.config.config, dask.config.merge(*reversed(dask.config.defaults)))
@@ -142,6 +136,8 @@ def inherited(state_directory: Path) -> dict[str, str]:
         key = name.removeprefix("DASK_").lower().replace("__", ".").replace("_", "-")
         if name.startswith("DASK_") and _is_shared(key):
             value = dask.config.get(key, None)
+            if isinstance(value, Mapping):
+                value = _changed(value, {}, f"{key}.")
             if _json(value) is not None and value != dask.config.interpret_value(text):
                 variables[name] = repr(value)
     if str(state_directory) != os.path.expanduser(OPTIONS["state-directory"].default):
@@ -166,19 +162,15 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str =
 
 
 def _is_shared(key: str) -> bool:
-    return not _SECRET.search(key) and not _OWN.match(key)
+    section = key.split(".")[0]
+    if section not in _SECTIONS and section not in (name.replace("_", "-") for name in setting("inherit")):
+        return False
+    return _OWN.match(key) is None
 
 
 def _json(value: Any) -> str | None:
-    """Return a value as JSON. Return None if JSON cannot represent it, or if it contains a secret."""
+    """Return a value as JSON. Return None if JSON cannot represent it."""
     try:
-        text = json.dumps(value)
-        json.loads(text, object_pairs_hook=_refuse_secrets)
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         return None
-    return None if _SECRET_VALUE.search(text) else text
-
-
-def _refuse_secrets(pairs: list[tuple[str, Any]]) -> None:
-    if any(_SECRET.search(name.replace("_", "-")) for name, _ in pairs):
-        raise ValueError

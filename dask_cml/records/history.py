@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import shutil
 import time
@@ -24,6 +23,7 @@ from typing import Any
 from dask_cml.checks import is_session_id
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
+from dask_cml.output import get_logger
 from dask_cml.private_files import (
     NotPrivate,
     check_folder,
@@ -41,7 +41,7 @@ from dask_cml.timing import timing
 from dask_cml.validation import validate
 from dask_cml.words import first_line, printable
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SUFFIX = ".json"
 _LONGEST_TEXT, _MOST_SAMPLES, _MOST_FAILURES = 300, 1000, 10

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import os
 import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from dask_cml.layout import scheduler_file, scheduler_number
+from dask_cml.output import get_logger
 from dask_cml.private_files import open_regular
 from dask_cml.protocol import HELLO
 from dask_cml.records.record import Record
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds for the answer of a scheduler that left a sign of life lately. It, or its machine, may be busy.
 PATIENCE = 10.0

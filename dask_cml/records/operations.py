@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shlex
 import sys
 import time
@@ -14,6 +13,7 @@ from dask_cml.cancellation import to_the_end
 from dask_cml.checks import seconds
 from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.options import limits
+from dask_cml.output import get_logger
 from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
@@ -21,7 +21,7 @@ from dask_cml.sessions.here import this_user
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
 _AT_ONCE = 8

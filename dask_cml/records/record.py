@@ -17,7 +17,7 @@ import psutil
 from distributed.security import Security
 from msgspec import Meta
 
-from dask_cml.checks import is_session_id
+from dask_cml.checks import is_session_id, web_link
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
@@ -41,6 +41,13 @@ _Count = Annotated[int, Meta(ge=0, lt=_MOST_SECONDS)]
 _Duration = Annotated[float, Meta(gt=0, lt=_MOST_SECONDS)]
 #: The fields of a record that the creator writes.
 _OWN = ("name", "id", "maker", "created", "options", "security", "version")
+
+
+class _ReadOptions(TypedDict, total=False):
+    """The options of a record that all processes read, whoever uses the cluster."""
+
+    platform: str | None
+    log_directory: str | None
 
 
 class _WithOptions(TypedDict):
@@ -267,6 +274,18 @@ class Record:
         return self.scheduler.maker or self.maker
 
     @property
+    def out_of_reach(self) -> str | None:
+        """Why this process may not reach the cluster's sessions, as a clause. None: its user created them."""
+        creator, user = self.maker.user, this_user()
+        if creator is None or user in (None, creator):
+            return None
+        return (
+            f"user {creator} created the cluster, and this process belongs to user {user}: CML may block "
+            "connections between the sessions of different users. Create a cluster of your own, or ask an "
+            "administrator"
+        )
+
+    @property
     def age(self) -> float:
         """Time since the cluster's creation, in seconds."""
         return (datetime.now(timezone.utc) - self.created).total_seconds()
@@ -286,7 +305,7 @@ class Record:
     @property
     def dashboard_link(self) -> str | None:
         """The URL of the scheduler's dashboard. None if it has none, or before its URL is known."""
-        url, arguments = self.scheduler.app_url, str(self.options.get("scheduler_args"))
+        url, arguments = web_link(self.scheduler.app_url), str(self.options.get("scheduler_args"))
         return f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None
 
     @property
@@ -342,7 +361,9 @@ class Record:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
         if missing := {*_OWN} - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        return validate({name: content[name] for name in _OWN}, cls, "record")
+        record = validate({name: content[name] for name in _OWN}, cls, "record")
+        validate(record.options, _ReadOptions, "options")
+        return record
 
     def get_security(self) -> Security | None:
         """Return the cluster's security with the files of its keys. Return None if it has no keys."""

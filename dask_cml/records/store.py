@@ -290,7 +290,8 @@ def sweep(directory: Path | None = None) -> None:
 
 
 def _check_name(name: str) -> None:
-    if not name or name.startswith(".") or "/" in name or "\0" in name:
+    # Surrogates, which stand for bytes of file names that are no text, are not printable.
+    if not name.isprintable() or not name or name.startswith(".") or "/" in name:
         raise ValueError(f"invalid name={name!r}: expected the name of a cluster")
 
 
@@ -299,7 +300,11 @@ def _load(folder: Path) -> Record | None:
     for tries_left in reversed(range(_TRIES)):
         try:
             return _read(folder)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError as error:
+            if error.filename != str(folder):  # files beside the folders are none of ours
+                report_ignored(error.filename, "it is not a folder")
             return None
         except (OSError, ValueError, RecursionError) as error:
             is_stale = isinstance(error, OSError) and error.errno == errno.ESTALE
@@ -318,6 +323,7 @@ def _read(folder: Path) -> Record | None:
     names = os.listdir(folder)
     if RECORD_FILE not in names:
         return None
+    _check_name(folder.name)
     record = Record.from_json(read_file(folder / RECORD_FILE))
     if record.name != folder.name:
         raise ValueError(f"it is the record of another cluster, {record.name!r}")

@@ -24,8 +24,10 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set
-from dask_cml.layout import FOLDER, NUMBER
+from dask_cml.handshake import limit_handshakes
+from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.scheduler import dashboard
 from dask_cml.scheduler.activity import Activity, Work
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, GroupChanges
@@ -64,6 +66,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def __init__(self, folder: Path, number: int = 0) -> None:
         self._file = StateFile(folder, number)
+        #: Whether the dashboard listens at the port that the platform serves. If the port was taken, Dask has
+        #: chosen another one, and the platform's URL leads to what another program serves.
+        self._serves_dashboard = True
         self._app_url: str | None = None
         #: Set at the next change of the board.
         self._changed = asyncio.Event()
@@ -81,6 +86,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Add the handlers to the scheduler, and start to track watchers and clients."""
         begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
+        port = os.environ.get(DASHBOARD_PORT)
+        self._serves_dashboard = port is None or port == str(scheduler.services["dashboard"].port)
+        if not self._serves_dashboard:
+            logger.warning("Dashboard not linked: another program has its port %s", port)
         self._cluster, self._record = begin["cluster"], begin["record"]
         self._board = Board(begin["groups"], begin.get("keeper"))
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
@@ -140,7 +149,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "address": self._scheduler.address,
             "id": self._scheduler.id,
             "session": os.environ.get("CDSW_ENGINE_ID"),
-            "app_url": self._app_url,
+            "app_url": self._app_url if self._serves_dashboard else None,
             "protocol": protocol.PROTOCOL,
             "revision": self._board.revision,
             "orphan_timeout": self._orphan_timeout,
@@ -320,7 +329,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "restarts": self._health.restarts_to_json(),
             "idle_since": self._known_idle_since,
             "tasks_done": self._tasks_done(),
-            "app_url": self._app_url,
+            "app_url": self._app_url if self._serves_dashboard else None,
+            "serves_dashboard": self._serves_dashboard,
             **self._lifetime.age,
         }
 
@@ -481,21 +491,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._health.note_event(topic, msg)
 
 
-def _close_costly_pages(scheduler: Scheduler) -> None:
-    """Remove the page that benchmarks the disks of workers: every reader of the dashboard can open it."""
-    for application in getattr(scheduler.http_application, "applications", ()):
-        router = application.wildcard_router
-        router.rules[:] = [rule for rule in router.rules if not _is_costly(rule.matcher)]
-
-
-def _is_costly(matcher: Any) -> bool:
-    pattern = getattr(getattr(matcher, "regex", None), "pattern", "")
-    return "/hardware" in pattern
-
-
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    _close_costly_pages(scheduler)
+    limit_handshakes()
+    dashboard.protect(scheduler)
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml.dashboard.http_server import SERVED_PORTS, HostGuard
+from dask_cml.dashboard.http_server import HostGuard
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.sessions.here import this_session, this_user
+from dask_cml.options import setting
+from dask_cml.output import get_logger
+from dask_cml.sessions.here import SERVED_PORTS, this_session, this_user
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Browsers never add this header without a script, so these requests need no XSRF token.
 _BEARER = "Bearer "
@@ -66,8 +68,19 @@ class Access:
 
     def __post_init__(self) -> None:
         self.guard = HostGuard("The page", self.port)
+        #: The users who may change clusters. None: those to whom CML grants write access.
+        self._users: tuple[str, ...] | None = setting("serve.users")
+        #: Why a user may not change clusters, for users.
+        self.read_only = (
+            "your role in the project is read-only"
+            if self._users is None
+            else "cml.serve.users does not contain your name"
+        )
         #: The cookie's name. It contains the port, because browsers send cookies to all ports of a host.
         self.cookie = f"dask-cml-{self.port}"
+        #: The path below which users with the token see the page. Browsers send the cookie with the token
+        #: only below this path: at another port of this machine, another user's program may listen.
+        self.path = f"/{hmac.new(self.token.encode(), b'path', 'sha256').hexdigest()[:32]}"
         ports = {os.environ.get(variable) for variable in SERVED_PORTS}
         #: Whether requests come through CML's ingress. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
@@ -76,12 +89,18 @@ class Access:
         """Return whether this token is valid."""
         return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
+    def is_below_path(self, request: HTTPServerRequest) -> bool:
+        """Return whether a request is for an address below the path of users with the token."""
+        return str(request.uri).startswith(f"{self.path}/")
+
     def user(self, request: HTTPServerRequest) -> User | None:
         """Return the user that CML's ingress names, or the user with the token, or None."""
         name = request.headers.get("REMOTE-USER")
         if self.behind_entry and name:
+            if self._users is not None:
+                return User(name, name in self._users)
             return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
-        cookie = request.cookies.get(self.cookie)
+        cookie = request.cookies.get(self.cookie) if self.is_below_path(request) else None
         for token in (bearer(request), cookie.value if cookie else None):
             if self.accepts(token):
                 return User(this_user(), may_change=True)
@@ -112,6 +131,11 @@ class Handler(RequestHandler):
         self.set_header("Referrer-Policy", "same-origin")
         self.set_header("Cache-Control", "no-store")
         self.set_header("Content-Security-Policy", POLICY)
+
+    @property
+    def root(self) -> str:
+        """The relative path of the list, because a proxy may serve the pages below any path."""
+        return "../" * (self.request.path.count("/") - 1)
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster, with the address of its dashboard for this user."""
@@ -153,14 +177,21 @@ class Handler(RequestHandler):
         if why is not None:
             raise HTTPError(403, why)
         if reads and self.access.accepts(self.get_query_argument("token", None)):
-            # Move the token from the address, which others may see, to a cookie. The redirect is relative,
-            # because a proxy may serve the page below another path.
-            self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")
-            self.redirect("?")
+            self._take_token()
             return
         if self.current_user is None:
             raise HTTPError(401, "Open the link that `dask cml serve` printed, or send the token in it.")
         if not reads and not self.current_user.may_change:
-            raise HTTPError(403, "You cannot change clusters: your role in the project is read-only.")
+            raise HTTPError(403, f"You cannot change clusters: {self.access.read_only}.")
         if not reads and bearer(self.request) is None:
             self.check_xsrf_cookie()
+
+    def _take_token(self) -> None:
+        """Move the token from the address, which others may see, to a cookie."""
+        if self.access.is_below_path(self.request) and self.request.path == "/":
+            # Without a path, the cookie is for addresses below this one, also behind a proxy.
+            self.set_cookie(self.access.cookie, self.access.token, path="", httponly=True, samesite="Lax")
+            self.redirect("?")
+            return
+        path = "" if self.access.is_below_path(self.request) else f"{self.access.path[1:]}/"
+        self.redirect(f"{self.root or './'}{path}?{urlencode({'token': self.access.token})}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.observers import Observed, Observers
 from dask_cml.options import OPTION_NAMES, setting
 from dask_cml.options.unattended import SETTLED, unattended
+from dask_cml.output import get_logger
 from dask_cml.records import operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.liveness import Finding, State
@@ -26,7 +26,7 @@ from dask_cml.serve import views
 from dask_cml.serve.metrics import StartTimes
 from dask_cml.sessions.workers_api import load_platform
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds. If CML refuses a launch within this time, the request fails. After that, the cluster shows why.
 _PATIENCE = 3.0

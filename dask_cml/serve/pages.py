@@ -62,9 +62,9 @@ class Page(Handler):
         frames = self.dashboards.host(self.request) if self.dashboards else "'none'"
         self.set_header("Content-Security-Policy", f"{POLICY}; frame-src {frames}")
         common = {
-            # The relative path of the list, because a proxy may serve the pages below any path.
-            "root": "../" * (self.request.path.count("/") - 1),
+            "root": self.root,
             "user": user,
+            "read_only": self.access.read_only,
             "token": self.xsrf_token.decode() if user and user.may_change else None,
             "problem": self.clusters.problem,
         }

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import logging
 import os
 import secrets
 import signal
@@ -20,21 +19,24 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from tornado.httputil import HTTPServerRequest
-from tornado.web import Application
 
-from dask_cml.dashboard.http_server import SERVED_PORTS, LocalServer, local_socket
+from dask_cml.dashboard.http_server import LocalApplication, LocalServer, known_holes, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.output import get_logger
 from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.sessions.here import this_session
+from dask_cml.sessions.here import SERVED_PORTS, served_hosts
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
+#: The variable with the port of the dashboards in a CML session.
+_SECOND = "CDSW_READONLY_PORT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -43,7 +45,9 @@ def port_of_session() -> int:
     return int(next(filter(None, map(os.environ.get, SERVED_PORTS)), 0))
 
 
-def make_application(clusters: ProjectClusters, access: Access, dashboards: Dashboards | None) -> Application:
+def make_application(
+    clusters: ProjectClusters, access: Access, dashboards: Dashboards | None
+) -> LocalApplication:
     """Return the page and its API.
 
     Parameters
@@ -55,7 +59,7 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
     dashboards : Dashboards or None
         Serves the dashboards of the clusters, if there is a port for them.
     """
-    return Application(
+    return _PageApplication(
         [*api.ROUTES, *metrics.ROUTES, *pages.ROUTES],
         clusters=clusters,
         access=access,
@@ -66,6 +70,16 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
         default_handler_class=pages.NotFound,
         log_function=lambda _: None,
     )
+
+
+class _PageApplication(LocalApplication):
+    """Answers requests below the path of users with the token like others."""
+
+    def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
+        access = self.settings["access"]
+        if access.is_below_path(request):
+            request.path = request.path.removeprefix(access.path)
+        return super().find_handler(request, **kwargs)
 
 
 class Dashboards(LocalServer):
@@ -94,10 +108,11 @@ class Dashboards(LocalServer):
         #: The host in the links. None for the host of the page.
         self._host: str | None = None
         if access.behind_entry:
-            domain, second = os.environ.get("CDSW_DOMAIN"), os.environ.get("CDSW_READONLY_PORT")
-            if not domain or second in (None, "", str(access.port)):
+            self._host = served_hosts().get(_SECOND)
+            second = os.environ.get(_SECOND)
+            if self._host is None or second in (None, "", str(access.port)):
                 raise OSError("CML serves no second port here")
-            self._host, port = f"read-only-{this_session()}.{domain}", int(second)
+            port = int(second)
         routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
         application = dashboard_application(routes, access.guard, clusters=clusters, dashboards=self)
         super().initialize(application, local_socket(port))
@@ -199,6 +214,9 @@ async def serve(
         If CML did not stop some sessions on shutdown. The message names their clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    holes = known_holes()
+    if holes is not None:
+        logger.warning("%s: run `dask cml doctor`", holes)
     listener = local_socket(port_of_session() if port is None else port)
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
     dashboards = serve_dashboards(clusters, access, dashboard_port)

@@ -10,6 +10,7 @@ from typing import Any
 from distributed.core import Status
 
 from dask_cml.advice import for_page
+from dask_cml.checks import web_link
 from dask_cml.cluster import CMLCluster, WorkerGroup
 from dask_cml.display import describe, status_of
 from dask_cml.layout import SCHEDULER
@@ -121,7 +122,14 @@ def recorded_sessions(record: Record) -> list[dict[str, Any]]:
 def _session(
     role: str, name: str, id: str, status: str, age: float, size: SessionSize | None, url: Any
 ) -> dict[str, Any]:
-    """Describe a session. The platform has chosen its URL, which must not be a script."""
-    link = url if isinstance(url, str) and url.startswith(("https://", "http://")) else None
+    """Describe a session."""
     amounts = asdict(size) if size else _NO_SIZE
-    return {"role": role, "name": name, "id": id, "status": status, "age": age, **amounts, "link": link}
+    return {
+        "role": role,
+        "name": name,
+        "id": id,
+        "status": status,
+        "age": age,
+        **amounts,
+        "link": web_link(url),
+    }

@@ -12,6 +12,7 @@ from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.sessions.here import this_owner
 from dask_cml.words import printable, printable_lines
 
 #: The platform's information on a session.
@@ -21,10 +22,19 @@ SessionInfo = Mapping[str, Any]
 #: broken connection, because the HTTP library of the Workers API may change.
 _OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
 _PENDING = frozenset({"scheduling", "starting"})
-_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped"})
+#: The status of a session that the platform has listed before: it archives old sessions.
+UNLISTED = "no longer listed"
+_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped", UNLISTED})
 _REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
 #: Words of errors that match, too, but that a later try may not meet.
 _NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)
+#: Kubernetes counts sessions as pods. It also begins each refusal with the name of the pod.
+_PODS, _SUBJECT = re.compile(r"\bpods\b", re.IGNORECASE), re.compile(r'\bpods "[^"]*"')
+_FEWER = (
+    "CML limits the number of your sessions: use fewer, larger workers, or raise the project variable "
+    "OVERRIDE_PODQUOTA"
+)
+_UNAUTHORIZED = re.compile(r"\bunauthori[sz]ed\b", re.IGNORECASE)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
 
@@ -55,14 +65,26 @@ class CallFailed(CMLError):
 
 def may_pass(error: BaseException) -> bool:
     """Return whether a later try may succeed after this error."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None) or getattr(error, "code", None)
-    if isinstance(status, int):
+    status = _http_status(error)
+    if status is not None:
         return status >= 500 or status in (401, 408, 429)
     if isinstance(error, (WrongAnswer, NoAnswer)) or _is_no_json(error):
         return True
     # An OSError always comes from outside this program.
     return not is_missing_key(error) and (isinstance(error, OSError) or not isinstance(error, _OUR_FAULT))
+
+
+def _http_status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None) or getattr(error, "code", None)
+    return status if isinstance(status, int) else None
+
+
+def refuses_key(error: BaseException) -> bool:
+    """Return whether the platform does not accept this session's key, as after its rotation."""
+    status = _http_status(error)
+    is_without_status = status is None and isinstance(error, WrongAnswer)
+    return status == 401 or (is_without_status and _UNAUTHORIZED.search(str(error)) is not None)
 
 
 def is_of_the_platform(error: BaseException) -> bool:
@@ -89,7 +111,14 @@ def in_words(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
     if not isinstance(error, CMLError):
         line = f"{type(error).__name__}: {line}".removesuffix(": ")
-    return printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
+    words = printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
+    if refuses_key(error):
+        session = f"session {this_owner()}" if this_owner() else "this session"
+        words = (
+            f"CML refuses this session's {_KEY} ({words}); if it was rotated, restart {session}, with which "
+            "its worker sessions end"
+        )
+    return words
 
 
 def has_ended(session: SessionInfo) -> bool:
@@ -145,16 +174,20 @@ def launched(answer: Any) -> SessionInfo:
     return _with_status(session)
 
 
-#: Kubernetes counts sessions as pods.
-_PODS = re.compile(r"\bpods\b", re.IGNORECASE)
-
-
 def refusal(name: str, answer: SessionInfo) -> LaunchRefused:
     """Return the error for a refused launch, with the platform's error message."""
-    reason = _words_of(answer) or "no reason given"
-    if _PODS.search(reason):
-        reason += " (the number of your sessions is limited: fewer, larger workers help)"
-    return LaunchRefused(name, reason)
+    return LaunchRefused(name, reason_of(answer) or "no reason given")
+
+
+def reason_of(session: SessionInfo) -> str:
+    """Return why a session is refused, waits or has ended, in the platform's words. Empty if it gives none.
+
+    Where the number of sessions is the reason, advice follows.
+    """
+    reason = _words_of(session)
+    if _PODS.search(_SUBJECT.sub("", reason)):
+        reason += f" ({_FEWER})"
+    return reason
 
 
 def _is_refusal(answer: SessionInfo) -> bool:

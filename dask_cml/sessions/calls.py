@@ -53,6 +53,8 @@ class Calls:
         self.retries = retries
         #: The current failure of each operation, by its verb, until the operation succeeds.
         self.failures: dict[str, str] = {}
+        #: Whether the platform has refused this session's key in all tries of the last operation.
+        self.key_refused = False
         #: The verbs of the calls of :meth:`do` that have not returned, including abandoned calls.
         self._under_way: dict[Future[Any], str] = {}
         self._slots = asyncio.Semaphore(at_once)
@@ -92,11 +94,13 @@ class Calls:
                         noun = "try" if n == 1 else "tries"
                         failure += f" in {n} {noun}, {time.monotonic() - begin:.0f} s"
                     self.failures[verb] = f"{failure}: {words}"
+                    self.key_refused = answers.refuses_key(error)
                     raise CallFailed(self.failures[verb]) from error
                 logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what, pause, words)
                 await asyncio.sleep(pause)
             else:
                 self.failures.pop(verb, None)
+                self.key_refused = False
                 return result
         raise AssertionError("unreachable")
 

@@ -18,6 +18,8 @@ _SCRATCH = re.compile(r"^\[scratch: (\d+) of (\d+) bytes\]$")
 _OOM_KILLED, _NO_STORAGE = re.compile(r"\bOOM", re.IGNORECASE), re.compile("ephemeral", re.IGNORECASE)
 #: What Dask's nanny logs before or after the end of a worker's process.
 _OUT_OF_MEMORY = re.compile(r"exceeded \d+% memory budget|was killed by signal 9\b")
+#: The words of a Dask worker or nanny that has not reached its scheduler within its ``--death-timeout``.
+_NO_SCHEDULER = "Timed out starting worker"
 _LAST_LINES = 4
 _GIB, _GB = 2**30, 10**9
 
@@ -109,6 +111,8 @@ def find_cause(
     if most and spilled > _NEARLY * most:
         words = f"scratch full, {_of((spilled, most), _GB)} GB spilled{ran}"
         return Loss(Cause.SCRATCH_FULL, words, bool(tasks))
+    if not connected and any(_NO_SCHEDULER in line for line in log):
+        return Loss(Cause.NEVER_CONNECTED, "it got no answer from the scheduler in time")
     if status and status != -signal.SIGKILL:  # which a program does not send itself
         words = f"its program failed with exit status {status}{ran}: {_last_line(log)}"
         return Loss(Cause.PROGRAM_FAILED, words, bool(tasks))

@@ -8,10 +8,35 @@ from __future__ import annotations
 import getpass
 import importlib
 import os
+import re
+import time
+from importlib.machinery import PathFinder
 from typing import Any
+
+import psutil
 
 from dask_cml.errors import NotOnCML
 from dask_cml.words import format_duration
+
+#: A project variable for Spark, by which the platform holds a session back until there is room for several,
+#: and the variable with which a session starts alone.
+GANG, NO_GANG = "ENV_GANG_MIN_MEMBER", "ENV_DISABLE_GANG_SCHEDULER"
+
+#: The kinds of sessions that have no limit, or whose limit is that of another session.
+_WITHOUT_LIMITS = frozenset({"application", "worker", "model", "experiment"})
+_LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
+#: The folder from which a workbench adds its packages to the images.
+_ADDON = re.compile(r"/cmladdon-([^/]+)/")
+#: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
+SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
+
+
+def served_hosts() -> dict[str, str]:
+    """Return the hosts at which CML serves the ports of this session, by the variables with the ports."""
+    session, domain = this_session(), os.environ.get("CDSW_DOMAIN")
+    if session is None or not domain:
+        return {}
+    return {variable: f"{prefix}{session}.{domain}".lower() for variable, prefix in SERVED_PORTS.items()}
 
 
 def this_session() -> str | None:
@@ -52,6 +77,61 @@ def lifetime(name: str, idle_timeout: float | None) -> str:
     return f"Cluster {name} can run until {end}{idle}"
 
 
+def session_limits() -> str:
+    """Return when the platform ends the session of this process, and how to work for longer.
+
+    Return an empty text if it does not say so, or if this process's launches end with another session.
+    """
+    session, kind = this_session(), os.environ.get("CDSW_ENGINE_TYPE", "").lower()
+    if session is None or session != this_owner() or kind in _WITHOUT_LIMITS:
+        return ""
+    is_job = kind == "job"
+    idle = None if is_job else _minutes("IDLE_MAXIMUM_MINUTES")
+    most = _minutes("JOB_MAXIMUM_MINUTES" if is_job else "SESSION_MAXIMUM_MINUTES")
+    ends = []
+    if idle is not None:
+        ends.append(f"after {format_duration(idle)} without use, even while it computes")
+    if most is not None:
+        left = most - _age()
+        ends.append(
+            f"in {format_duration(left)} at the latest" if left > 0 else f"after {format_duration(most)}"
+        )
+    if not ends:
+        return ""
+    noun = "Job" if is_job else "session"
+    words = f"CML ends {noun} {session} {', and '.join(ends)}. Its clusters end with it"
+    return words if is_job else f"{words}. {_LONGER}"
+
+
+def _minutes(variable: str) -> float | None:
+    """Return the minutes in a variable, in seconds. None: it sets no limit."""
+    try:
+        seconds = 60.0 * int(os.environ.get(variable, ""))
+    except ValueError:
+        return None
+    return seconds if seconds > 0 else None
+
+
+def _age() -> float:
+    """Return the age of this session, in seconds: its first process starts its pod."""
+    try:
+        return max(0.0, time.time() - psutil.Process(1).create_time())
+    except psutil.Error:
+        return 0.0
+
+
+def origin(path: object) -> str:
+    """Return the path of the platform's module, with the release of the workbench that has added it.
+
+    Examples
+    --------
+    >>> origin("/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py")
+    '/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py (workbench 2.0.49-b279)'
+    """
+    release = _ADDON.search(str(path))
+    return f"{path} (workbench {release[1]})" if release else str(path)
+
+
 def load_platform(platform: str = "auto") -> Any:
     """Import the platform's module, with ``launch_workers``, ``list_workers`` and ``stop_workers``.
 
@@ -67,13 +147,21 @@ def load_platform(platform: str = "auto") -> Any:
     """
     if platform == "local":
         return importlib.import_module("dask_cml.local")
+    broken: ImportError | None = None
     for name in ("cml.workers_v1", "cdsw"):
         try:
             module = importlib.import_module(name)
-        except ImportError:
+        except ImportError as error:
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("cml", name)
+            if not is_missing:
+                broken = broken or error
             continue
         if hasattr(module, "launch_workers"):
             return module
+    if broken is not None:
+        specs = [spec for spec in map(PathFinder.find_spec, ("cml", "cdsw")) if spec is not None]
+        paths = ", ".join(origin(spec.origin) for spec in specs)
+        raise NotOnCML(f"cannot import the Workers API from {paths}: {broken!r}") from broken
     raise NotOnCML(
         "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
         'platform="local" or set the environment variable DASK_CML__PLATFORM=local'

@@ -15,13 +15,16 @@ from distributed.security import Security
 
 from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
-from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, NUMBER, SCHEDULER, scheduler_file
+from dask_cml.layout import ALLOCATION_LIMIT, DASHBOARD_PORT, FOLDER, HOSTS, NUMBER, SCHEDULER, scheduler_file
 from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
+from dask_cml.sessions.here import GANG, NO_GANG
 from dask_cml.sessions.session_logs import log_path
 
 PRELOAD = "dask_cml.scheduler.plugin"
+#: What a scheduler without a record preloads.
+WITHOUT_PLUGIN = "dask_cml.scheduler.dashboard"
 #: The share of the scratch space that Dask workers may fill, and the variable that tells them.
 _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 #: Bytes that libraries reserve in a process without using them: pyarrow, and the stacks of threads.
@@ -119,27 +122,19 @@ def plan_scheduler(
         arguments += ["--idle-timeout", f"{options.idle_timeout} seconds"]
     session: dict[str, Any] = {}
     if dashboard_port is None:
-        session["serves_dashboard"] = True
+        session["dashboard_variable"] = DASHBOARD_PORT
     else:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     arguments += tls.arguments(place.security, "scheduler")
-    env = {"BOKEH_ALLOW_WS_ORIGIN": ",".join(_dashboard_origins()), **options.env}
+    env = {HOSTS: ",".join(setting("forward-hosts")), **options.env}
     if place.record is None:
+        arguments += _preloads("scheduler", "--preload", WITHOUT_PLUGIN)
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
     else:
         arguments += _preloads("scheduler", "--preload", PRELOAD)
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}
     arguments += options.scheduler_args
     return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, env, session)
-
-
-def _dashboard_origins() -> list[str]:
-    """Return the hosts, with any port, whose pages may open WebSockets of the dashboard. Dask allows all."""
-    domain = os.environ.get("CDSW_DOMAIN")
-    hosts = ["127.0.0.1", "localhost", *setting("forward-hosts")]
-    if domain:
-        hosts.append(f"*.{domain}")
-    return [f"{host}:*" for host in hosts]
 
 
 def plan_worker(options: Options, place: Place, name: str, address: str | None) -> SessionPlan:
@@ -241,5 +236,8 @@ def _plan(
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
     session["command"] = command + arguments
     code = wrapper.code(f"{role} of the Dask cluster {options.name!r}", session)
-    env = {"PYTHONUNBUFFERED": "1", **env}
+    own = {"PYTHONUNBUFFERED": "1"}
+    if os.environ.get(GANG):
+        own[NO_GANG] = "true"
+    env = {**own, **env}
     return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env})

@@ -17,7 +17,8 @@ from dask_cml.options import Options
 from dask_cml.output import Logger
 from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
-from dask_cml.sessions import tls
+from dask_cml.sessions import mesh, tls
+from dask_cml.sessions.answers import is_pending
 from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -108,7 +109,7 @@ class CMLScheduler(CMLProcess):
             return
         logger.info("Session %s of the scheduler used instead of %s", session, self.session_id)
         self.api.adopt(session, self.plan.name)
-        self.info = {"id": session}
+        self.info, self.is_listed = {"id": session}, False
 
     async def _wait_for_answer(self) -> str:
         while True:
@@ -118,8 +119,16 @@ class CMLScheduler(CMLProcess):
                 if address and await self._answers(address):
                     return address
             if failure is not None:
-                raise SchedulerTimeout(await self.failure(failure))
+                raise SchedulerTimeout(await self.failure(failure) + await self._why_silent())
             await asyncio.sleep(_POLL_INTERVAL)
+
+    async def _why_silent(self) -> str:
+        """Return why Dask may not answer although its session runs, as more lines of an error."""
+        if is_pending(self.info) or self.options.platform == "local":  # its sessions connect by the loopback
+            return ""
+        if not await asyncio.to_thread(mesh.has_sidecar):
+            return ""
+        return f"\n{mesh.EFFECT} An administrator can change the mode:\n{mesh.PERMIT}"
 
     def _read_address(self) -> str | None:
         """Read the scheduler's file, if it exists and is complete."""

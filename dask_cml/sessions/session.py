@@ -13,15 +13,17 @@ from typing import Any
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
+from dask_cml.checks import web_link
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions import api_v2
-from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, time_of
+from dask_cml.sessions.answers import UNLISTED, SessionInfo, has_ended, is_pending, reason_of, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.session_logs import LOST, last_lines
 from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.timing import timing
 from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
@@ -74,6 +76,11 @@ class Session:
         """Time since its launch, in seconds."""
         return max(0.0, (datetime.now(timezone.utc) - self.since).total_seconds())
 
+    @property
+    def link(self) -> str | None:
+        """Its URL, if that is a link for a browser."""
+        return web_link(self.app_url)
+
     @cached_property
     def as_json(self) -> dict[str, Any]:
         """The session for a message."""
@@ -111,12 +118,14 @@ class CMLProcess(ProcessInterface):
         self.owner: str | None = None
         self._begun_at: float | None = None
         self.is_listed = self._has_run = False
+        #: Since when it is missing in the platform's list, which has contained it before.
+        self._missing_since: float | None = None
         #: The last description of the session, and the state that it describes.
         self._last_session: tuple[tuple[Any, ...], Session] | None = None
         #: Whether :meth:`close` was called.
         self.was_closed = False
         #: Why the session ended, in the words of CML's API v2.
-        self.reason: str | None = None
+        self.why_ended: str | None = None
         #: The cause of the session's end, if nobody asked for it.
         self.loss: str | None = None
 
@@ -201,9 +210,12 @@ class CMLProcess(ProcessInterface):
     @property
     def reported(self) -> str:
         """What the platform says of the session: its reason in one line or, without one, the status."""
-        said = self.info.get("message") or self.info.get("k8sMessage") or self.info.get("status")
-        reason = self.reason or said
-        return " ".join(str(reason or "unknown").split())
+        return self.reason or " ".join(str(self.info.get("status") or "unknown").split())
+
+    @property
+    def reason(self) -> str:
+        """Why the session waits or has ended, in one line, by the platform. Empty if it gives no reason."""
+        return " ".join((self.why_ended or reason_of(self.info)).split())
 
     @property
     def ip_address(self) -> str | None:
@@ -235,6 +247,11 @@ class CMLProcess(ProcessInterface):
         return has_ended(self.info)
 
     @property
+    def is_missing(self) -> bool:
+        """Whether the platform's last list lacks the session, and has contained it before."""
+        return self._missing_since is not None
+
+    @property
     def runs_for(self) -> float:
         """Seconds for which the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
@@ -253,9 +270,16 @@ class CMLProcess(ProcessInterface):
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
         """Update the session's state from the platform's list. Return whether the session has ended.
 
-        A session that is not listed keeps its state, because new sessions may be listed late.
+        A session that is not listed keeps its state at first: a new session may be listed late, and a list
+        may be old. It has ended if it was listed before, and is missing for ``timing.unlisted`` seconds.
         """
         listed = listing.get(self.session_id or "", {})
+        if listed or not self.is_listed:
+            self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = time.monotonic()
+        elif time.monotonic() - self._missing_since > timing.unlisted and not has_ended(self.info):
+            self.info = {**self.info, "status": UNLISTED}
         if not listed.items() <= self.info.items():
             self.info = {**self.info, **listed}
         created = time_of(listed, "created_at")
@@ -300,4 +324,4 @@ async def note_reasons(processes: Collection[CMLProcess]) -> None:
     """Note why sessions have ended, as far as CML's API v2 says it within some seconds."""
     reasons = await api_v2.reasons({str(process.session_id) for process in processes})
     for process in processes:
-        process.reason = reasons.get(str(process.session_id), process.reason)
+        process.why_ended = reasons.get(str(process.session_id), process.why_ended)

@@ -10,16 +10,21 @@ import copy
 import errno
 import os
 from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from distributed.comm.addressing import parse_address
 from distributed.security import Security
 
 from dask_cml import rpc
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
+#: Schemes of addresses with encryption.
+_ENCRYPTED = ("tls", "wss")
 _ROLES = ("client", "scheduler", "worker")
+_CLOCKS_DIFFER, _VALID = timedelta(hours=1), timedelta(days=365)
 _FIELDS = ("tls_ca_file", *(f"tls_{role}_{part}" for role in _ROLES for part in ("cert", "key")))
 
 
@@ -42,7 +47,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     """
     if not security:
         return None, {}
-    original = Security.temporary() if security is True else security
+    original = _new_keys() if security is True else security
     values = {field: getattr(original, field) for field in _FIELDS}
     for role in _ROLES:
         if values[f"tls_{role}_key"] is None:
@@ -58,6 +63,40 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
         setattr(result, field, str(path))
     result.require_encryption = True
     return result, files
+
+
+def _new_keys() -> Security:
+    """Return new keys, which are valid since an hour ago: the clocks of nodes differ.
+
+    Those of :meth:`Security.temporary` are valid from now on.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.x509.oid import NameOID
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dask-internal")])
+    now = datetime.now(timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("dask-internal")]), critical=False)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCKS_DIFFER)
+        .not_valid_after(now + _VALID)
+        .sign(key, hashes.SHA256())
+    )
+    key_text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+    # One key for all roles: Dask accepts the certificate of any role, and one folder holds all keys.
+    certificate_text = certificate.public_bytes(serialization.Encoding.PEM).decode()
+    keys = {f"tls_{role}_key": key_text for role in _ROLES}
+    certificates = {f"tls_{role}_cert": certificate_text for role in _ROLES}
+    return Security(require_encryption=True, tls_ca_file=certificate_text, **keys, **certificates)
 
 
 def _with_key(certificate: str | None) -> str | None:
@@ -81,14 +120,21 @@ def paths(security: Security | None) -> dict[str, str] | None:
     return None if security is None else {field: getattr(security, field) for field in _FIELDS}
 
 
-def connection_args(security: Security | None) -> dict[str, Any]:
-    """Return the arguments for a connection to the scheduler. Reads the key files.
+def connection_args(security: Security | None, address: str) -> dict[str, Any]:
+    """Return the arguments for a connection to the scheduler at an address. Reads the key files.
 
     Raises
     ------
     OSError
-        If a key file is missing or not a regular file: reading a pipe would never end.
+        If the cluster has keys and the address is one without encryption. Dask itself refuses only ``tcp://``.
+        Or if a key file is missing or not a regular file: reading a pipe would never end.
     """
+    scheme, _ = parse_address(address)
+    if security is not None and scheme not in _ENCRYPTED:
+        raise OSError(
+            f"invalid address {address} of a cluster with keys: expected tls://, because {scheme}:// is not "
+            "encrypted"
+        )
     security = security or Security()
     for field in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
         key = getattr(security, field)
@@ -103,11 +149,11 @@ async def ask(address: str, security: Security | None, op: str, timeout: float, 
     Raises
     ------
     OSError, asyncio.TimeoutError
-        If the scheduler does not answer, or a key file is missing.
+        If the scheduler does not answer, or :func:`connection_args` raises it.
     CMLError
         If the handler raises an exception.
     """
-    keys = await asyncio.to_thread(connection_args, security)
+    keys = await asyncio.to_thread(connection_args, security, address)
     return await rpc.ask(address, keys, op, timeout, **arguments)
 
 

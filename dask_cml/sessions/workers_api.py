@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,6 +112,11 @@ class WorkersAPI:
     def problem(self) -> str | None:
         """The platform's current failure, as a sentence. None if its last calls succeeded."""
         return next(iter([*self._calls.failures.values()]), None)
+
+    @property
+    def key_refused(self) -> bool:
+        """Whether the platform refuses this session's key, so that no call succeeds."""
+        return self._calls.key_refused
 
     @property
     def shares_host_network(self) -> bool:
@@ -266,8 +271,7 @@ class WorkersAPI:
     def _list_now(self) -> dict[str, SessionInfo]:
         sessions = {session["id"]: session for session in answers.listed(self.module.list_workers())}
         with self._lock:
-            ended = {session for session in self._stopping if has_ended(sessions.get(session, {}))}
-            self._stopping.difference_update(ended)
+            self._stopping.difference_update(_without_live(self._stopping, sessions))
         return sessions
 
     async def wait_until_ended(self, ids: Collection[str]) -> bool:
@@ -288,7 +292,7 @@ class WorkersAPI:
             while (time_left := deadline - time.monotonic()) > 0:
                 # Not sessions(), which fails after close(), and whose call would go on after the time-out.
                 listed = await asyncio.wait_for(asyncio.wrap_future(start(self._list_now)), time_left)
-                if all(has_ended(listed[session]) for session in ids if session in listed):
+                if len(_without_live(ids, listed)) == len({*ids}):
                     with self._lock:
                         self._stopping.difference_update(ids)
                     return True
@@ -373,7 +377,9 @@ class WorkersAPI:
         # A launch that is answered from now on stops its session.
         self._calls.wait_for("launch", deadline - self._calls.limit / 2 - time.monotonic())
         hangs = False
-        for pause in [*self._calls.pauses(), None]:
+        # Calls have failed for long already if the key is refused.
+        pauses = [] if self.key_refused else self._calls.pauses()
+        for pause in [*pauses, None]:
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
             limit = max(deadline - time.monotonic(), self._calls.limit / 4)
             errors = self._stop_live(limit if hangs else self._time_to_stop(self.live) / 2, one_by_one=hangs)
@@ -393,6 +399,11 @@ class WorkersAPI:
         stops = [lambda group=group: self._stop_now(group) for group in groups]
         errors = self._calls.run_all(stops, limit)
         return errors if self.live else []  # a call that hung may have succeeded meanwhile
+
+
+def _without_live(stopped: Collection[str], listing: Mapping[str, SessionInfo]) -> set[str]:
+    """Return the stopped sessions that the platform lists as ended, or not at all."""
+    return {session for session in stopped if session not in listing or has_ended(listing[session])}
 
 
 def _check_id(session_id: object) -> None:

@@ -23,9 +23,12 @@ from typing import Any
 import dask.config
 import psutil
 from dask.utils import parse_bytes
+from distributed.comm.core import FatalCommClosedError
+from distributed.nanny import Nanny
 from distributed.process import AsyncProcess
 from distributed.worker import Worker
 
+from dask_cml.handshake import limit_handshakes
 from dask_cml.layout import ALLOCATION_LIMIT
 from dask_cml.protocol import NOTICE
 
@@ -34,6 +37,8 @@ logger = logging.getLogger("distributed.worker.dask_cml")
 #: The highest value: the kernel kills this process first. Any process may raise its own.
 _FIRST_CHOICE = "1000"
 _NOTICE_TIMEOUT = 20.0
+#: Seconds before a nanny that did not reach the scheduler tries again.
+_RETRY = 0.5
 _fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
@@ -41,6 +46,7 @@ _servers: list[Any] = []
 
 async def dask_setup(server: Any) -> None:
     """Prepare the process of a worker, or of nannies."""
+    limit_handshakes()
     _ignore_sigterm()
     if isinstance(server, Worker):
         _come_first(has_nanny=server.nanny is not None)
@@ -49,6 +55,24 @@ async def dask_setup(server: Any) -> None:
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
+    if isinstance(server, Nanny):
+        await _reach_scheduler(server)
+
+
+async def _reach_scheduler(nanny: Nanny) -> None:
+    """Connect to the scheduler. Try again until ``--death-timeout``, as a worker does, and a nanny not."""
+    address = nanny.scheduler.addr
+    while True:
+        try:
+            comm = await nanny.rpc.connect(address)
+        except FatalCommClosedError:  # of keys; the nanny's own attempt ends it
+            return
+        except OSError as error:
+            logger.info("Scheduler not reached: %s", error)
+            await asyncio.sleep(_RETRY)
+        else:
+            nanny.rpc.reuse(address, comm)  # the nanny takes it next
+            return
 
 
 def _ignore_sigterm() -> None:

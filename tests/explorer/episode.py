@@ -20,6 +20,7 @@ from dask_cml import CMLCluster
 from dask_cml.errors import NoSuchCluster
 from dask_cml.records import store
 from dask_cml.records.record import Record
+from dask_cml.scheduler.plugin import NAME as NAME_OF_PLUGIN
 
 from .actors import Actor, Command, Notebook, Page, User
 from .log import CapturedLog
@@ -316,14 +317,21 @@ class Episode:
         record = self.record()
         if record is None:
             return
-        wanted = await self._ask_for_the_last()
+        wanted, asker = await self._ask_for_the_last()
         wrong: list[str] = []
 
         def is_true() -> bool:
             wrong[:] = self._differs(wanted)
             return not wrong or self.record() is None or self._is_dead()
 
-        await self._until(lambda: is_true() or self._keeper() is None)
+        def died_unheard() -> bool:
+            return asker is not None and not asker.runs and not self._is_heard(wanted)
+
+        await self._until(lambda: is_true() or self._keeper() is None or died_unheard())
+        while died_unheard() and not is_true():
+            self.note(f"{asker.name if asker else ''} died before a scheduler heard of the request")
+            wanted, asker = await self._ask_for_the_last()
+            await self._until(lambda: is_true() or self._keeper() is None or died_unheard())
         if self._keeper() is None and not await self._until(is_true, 10.0):
             await self._let_one_stay()
             await self._until(is_true)
@@ -335,8 +343,15 @@ class Episode:
             self.outcome.converged = time.monotonic() - began
             self.note(f"the last request is true after {self.outcome.converged:.1f} s")
 
-    async def _ask_for_the_last(self) -> dict[str, int]:
-        """Ask for the last numbers of workers, again while somebody gets an error."""
+    def _is_heard(self, wanted: dict[str, int]) -> bool:
+        """Return whether a scheduler knows of a request. Otherwise the request dies with its process."""
+        sessions = self.sessions("scheduler")
+        schedulers = [program for each in sessions for program in self.world.sessions.program(each.id)]
+        boards = [scheduler.plugins[NAME_OF_PLUGIN]._board for scheduler in schedulers]
+        return any({name: group.target for name, group in board.groups.items()} == wanted for board in boards)
+
+    async def _ask_for_the_last(self) -> tuple[dict[str, int], User | None]:
+        """Ask for the last numbers of workers, again while somebody gets an error. Return who asked, too."""
         deadline = time.monotonic() + PATIENCE
         while True:
             record, user = self.record(), self._keeper()
@@ -347,14 +362,14 @@ class Episode:
             if user is None or user.open is None:
                 for group, n in wanted.items():
                     await self._run("scale", n, group, again=True)
-                return wanted
+                return wanted, None
             n_errors = len(user.errors)
             for group, n in wanted.items():
                 user.scale(user.open, n, group)
             for task in [*user.under_way]:
                 await self._until_done(task, f"what {user.name} does")
             if len(user.errors) == n_errors or self.record() is None or time.monotonic() > deadline:
-                return wanted
+                return wanted, user
             self.note(f"    {user.errors[-1]}")
             await asyncio.sleep(5.0)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,34 @@ def test_secrets_are_readable_by_their_owner_only(platform, launch):
     [session] = launch(code="pass", env={"SECRET": "1"})
     assert (state.folder_of(session["id"]) / "session.json").stat().st_mode & 0o077 == 0
     assert Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("cache", ["cache", ""])
+def test_nobody_takes_the_state_directory_of_another_user(platform, tmp_path, monkeypatch, cache):
+    """In the folder for temporary files, every user can create a folder of any name."""
+    taken = tmp_path / f"dask-cml-local-{os.getuid()}"
+    taken.mkdir()
+    taken.chmod(0o777)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        patch.setenv("HOME", str(tmp_path))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / cache) if cache else "relative")
+        patch.delenv("DASK_CML_LOCAL_DIRECTORY")
+        patch.delenv("CDSW_ENGINE_ID", raising=False)
+        assert platform.sessions() == []
+        found = state.directory()
+    assert found == tmp_path / (cache or ".cache") / "dask-cml"
+    assert found.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_system_whose_locks_belong_to_a_process_is_refused(platform, launch, monkeypatch):
+    """By such locks, each session would seem to have lost its supervisor."""
+    lock = fcntl.flock
+    shared = fcntl.LOCK_SH | fcntl.LOCK_NB
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None if how == shared else lock(file, how))
+    with pytest.raises(OSError, match="set DASK_CML_LOCAL_DIRECTORY to a folder on a local disk"):
+        launch(code="pass")
+    assert platform.sessions() == []
 
 
 def test_state_directory_that_others_can_write_to_is_refused(platform, tmp_path, monkeypatch):

@@ -52,6 +52,8 @@ class SimulatedProcess:
         The clusters that are to end at its exit.
     at_call, at_write : callable
         Called with a number after each call of the platform, and after each change of a file.
+    is_in_mesh : bool
+        Whether connections to it succeed, and nothing passes, as in a mesh that demands its own TLS.
     """
 
     def __init__(self, name: str, loop: VirtualLoop, env: Mapping[str, str] | None = None) -> None:
@@ -60,6 +62,7 @@ class SimulatedProcess:
         self.state = "runs"
         self.clusters: list[Any] = []
         self.calls = self.writes = 0
+        self.is_in_mesh = False
         self.at_call: Callable[[int], None] = lambda _: None
         self.at_write: Callable[[int], None] = lambda _: None
         self.on_end: list[Callable[[], None]] = []
@@ -67,6 +70,8 @@ class SimulatedProcess:
         self._comms: WeakSet[Any] = WeakSet()
         #: Connections from others. A frozen process does not get to make comms of them.
         self._accepted: WeakSet[IOStream] = WeakSet()
+        #: Those that a mesh keeps open.
+        self._held: list[IOStream] = []
         self._stopped: list[_Guarded] = []
         self._started: list[asyncio.Task[Any]] = []
         self._context = contextvars.copy_context()
@@ -216,12 +221,18 @@ def _owned(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accepts(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a listener's method that makes the current process the owner of a connection."""
+    """Return a listener's method that makes the current process the owner of a connection.
+
+    What a mesh accepts, the process never gets.
+    """
 
     def accepting(listener: BaseTCPListener, stream: IOStream, address: Any) -> Any:
         process = _process.get()
         if process is not None:
             process._accepted.add(stream)
+            if process.is_in_mesh:
+                process._held.append(stream)
+                return None
         return handle(listener, stream, address)
 
     return accepting

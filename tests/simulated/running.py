@@ -44,6 +44,8 @@ class RunningSessions:
         The processes of the sessions, by their ids.
     doubles : list of str
         The names that two sessions had at once which both ran a Dask worker.
+    are_in_mesh : bool
+        Whether a mesh accepts all connections to sessions that start, and lets nothing pass.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class RunningSessions:
     ) -> None:
         self.processes: dict[str, SimulatedProcess] = {}
         self.doubles: list[str] = []
+        self.are_in_mesh = False
         self._platform, self._make_process, self._luck = platform, make_process, luck
         self._loop = asyncio.get_running_loop()
         self._servers: dict[str, list[Any]] = {}
@@ -138,6 +141,7 @@ class RunningSessions:
         env = {str(name): str(value) for name, value in session.launched_with["env"].items()}
         env |= {"CDSW_ENGINE_ID": session.id, "CDSW_MASTER_ID": session.master}
         process = self.processes[session.id] = self._make_process(session.key or session.id, env)
+        process.is_in_mesh = self.are_in_mesh
         process.on_end.append(lambda: self._abandon(session.id))
         program = process.start(self._program(session))
         if dies_after is not None:

@@ -1,0 +1,67 @@
+"""Protects a scheduler's own dashboard: refuses WebSockets of other sites, and removes costly pages."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed.scheduler import Scheduler
+from tornado.httputil import HTTPServerRequest
+from tornado.routing import Matcher, Rule
+from tornado.web import RequestHandler
+
+from dask_cml.layout import HOSTS
+from dask_cml.sessions.here import served_hosts
+
+
+class _ForeignSocket(Matcher):
+    """Matches WebSockets that pages of other hosts open.
+
+    By bokeh's own check, ``localhost.evil.example`` is ``localhost`` before bokeh 3.8.2 (CVE-2026-21883), and
+    Dask's own WebSocket has no check of names that resolve to 127.0.0.1.
+    """
+
+    def __init__(self) -> None:
+        hosts = os.environ.get(HOSTS, "").split(",")
+        self._hosts = {"127.0.0.1", "localhost", *map(str.lower, hosts), *served_hosts().values()} - {""}
+
+    def match(self, request: HTTPServerRequest) -> dict[str, Any] | None:
+        origin = request.headers.get("Origin")
+        if "Upgrade" not in request.headers or origin is None:
+            return None
+        try:
+            host = urlsplit(origin).hostname
+        except ValueError:
+            host = None
+        return None if host in self._hosts else {}
+
+
+class _Refusal(RequestHandler):
+    def prepare(self) -> None:
+        self.set_status(403)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(
+            "The dashboard refuses pages of this host. If it is your proxy, add it to cml.forward-hosts in "
+            "Dask's configuration, and create the cluster again\n"
+        )
+
+
+def protect(scheduler: Scheduler) -> None:
+    """Refuse WebSockets of other hosts' pages, and remove pages that cost too much."""
+    application = scheduler.http_application
+    application.default_router.rules.insert(0, Rule(_ForeignSocket(), _Refusal))
+    for part in getattr(application, "applications", ()):
+        router = part.wildcard_router
+        router.rules[:] = [rule for rule in router.rules if not _is_costly(rule.matcher)]
+
+
+def _is_costly(matcher: Any) -> bool:
+    """Return whether a page benchmarks the disks of workers: every reader of the dashboard could open it."""
+    pattern = getattr(getattr(matcher, "regex", None), "pattern", "")
+    return "/hardware" in pattern
+
+
+def dask_setup(scheduler: Scheduler) -> None:
+    """Protect the dashboard of a scheduler without the plugin, for ``dask scheduler --preload``."""
+    protect(scheduler)
