@@ -18,6 +18,10 @@ _SCRATCH = re.compile(r"^\[scratch: (\d+) of (\d+) bytes\]$")
 _OOM_KILLED, _NO_STORAGE = re.compile(r"\bOOM", re.IGNORECASE), re.compile("ephemeral", re.IGNORECASE)
 #: What Dask's nanny logs before or after the end of a worker's process.
 _OUT_OF_MEMORY = re.compile(r"exceeded \d+% memory budget|was killed by signal 9\b")
+#: What helps against full shared memory.
+_MORE_SHARED_MEMORY = (
+    "raise the shared memory limit in the project's settings, or pass num_workers=0 to PyTorch's DataLoader"
+)
 _LAST_LINES = 4
 _GIB, _GB = 2**30, 10**9
 
@@ -27,6 +31,7 @@ class Cause(str, Enum):
 
     OUT_OF_MEMORY = "out of memory"
     SCRATCH_FULL = "scratch full"
+    BUS_ERROR = "bus error"
     PROGRAM_FAILED = "program failed"
     EVICTED = "evicted"
     KILLED = "killed"
@@ -62,6 +67,7 @@ def find_cause(
     closed: bool,
     said: str,
     gone: str | None = None,
+    status: int | None = None,
 ) -> Loss:
     """Return the likely cause of a session's end.
 
@@ -81,6 +87,9 @@ def find_cause(
         What the platform says.
     gone : str, optional
         What is known if the session runs, and lacks a Dask worker. Default: the session has ended.
+    status : int, optional
+        The exit status of the Dask worker's process. A negative number is that of a signal. Default: that of
+        the session's program, in its log.
 
     Examples
     --------
@@ -90,7 +99,8 @@ def find_cause(
     """
     tasks = [*(last or {}).get("tasks", ())]
     ran = f" while it ran {_listed(tasks)}" if tasks else ""
-    status = next((int(match[1]) for line in reversed(log) if (match := _EXIT.match(line))), None)
+    if status is None:
+        status = next((int(match[1]) for line in reversed(log) if (match := _EXIT.match(line))), None)
     if closed:
         return Loss(Cause.CLOSED, "closed")
     spilled, most = (last or {}).get("spilled") or 0, (last or {}).get("max_spill")
@@ -99,13 +109,17 @@ def find_cause(
         return Loss(Cause.SCRATCH_FULL, f"scratch full, {amount}{ran}", bool(tasks))
     if noticed:
         return Loss(Cause.EVICTED, "evicted, with notice")
+    if status == -signal.SIGBUS:
+        words = f"bus error: shared memory (/dev/shm, 64 MB by default) is full{ran}; {_MORE_SHARED_MEMORY}"
+        return Loss(Cause.BUS_ERROR, words, bool(tasks))
     if memory := _memory_of(last, log, said):
         return Loss(Cause.OUT_OF_MEMORY, f"out of memory, {memory}{ran}", bool(tasks))
     if most and spilled > _NEARLY * most:
         words = f"scratch full, {_of((spilled, most), _GB)} GB spilled{ran}"
         return Loss(Cause.SCRATCH_FULL, words, bool(tasks))
     if status and status != -signal.SIGKILL:  # which a program does not send itself
-        words = f"its program failed with exit status {status}{ran}: {_last_line(log)}"
+        output = f": {_last_line(log)}" if log else ""
+        words = f"its program failed with exit status {status}{ran}{output}"
         return Loss(Cause.PROGRAM_FAILED, words, bool(tasks))
     if not connected:
         return Loss(Cause.NEVER_CONNECTED, f"it never connected; the platform says {said}")

@@ -23,17 +23,21 @@ from typing import Any
 import dask.config
 import psutil
 from dask.utils import parse_bytes
+from distributed.core import Status
+from distributed.nanny import Nanny
 from distributed.process import AsyncProcess
 from distributed.worker import Worker
 
 from dask_cml.layout import ALLOCATION_LIMIT
-from dask_cml.protocol import NOTICE
+from dask_cml.protocol import EXITED, NOTICE
 
 logger = logging.getLogger("distributed.worker.dask_cml")
 
 #: The highest value: the kernel kills this process first. Any process may raise its own.
 _FIRST_CHOICE = "1000"
 _NOTICE_TIMEOUT = 20.0
+#: The exit status of a process whose status was lost (distributed/process.py:255).
+_UNKNOWN = 255
 _fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
@@ -46,6 +50,8 @@ async def dask_setup(server: Any) -> None:
         _come_first(has_nanny=server.nanny is not None)
         _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
         server.startup_information["cml"] = _about
+    if isinstance(server, Nanny):
+        _report_exits(server)
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
@@ -77,6 +83,18 @@ def _release_sigterm() -> None:
 def _heed_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _release_sigterm()
+
+
+def _report_exits(nanny: Nanny) -> None:
+    """Tell the scheduler how the worker's process has ended, before the nanny starts another one."""
+    on_exit = nanny._on_worker_exit_sync  # nanny.py:511
+
+    def report(status: int) -> None:
+        if nanny.status == Status.running and status != _UNKNOWN:
+            nanny.log_event(EXITED, {"worker": str(nanny.name), "status": status})
+        on_exit(status)
+
+    nanny._on_worker_exit_sync = report  # type: ignore[method-assign]
 
 
 async def _tell() -> None:
