@@ -20,6 +20,8 @@ SCHEDULER = "scheduler"
 FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
 #: The environment variable with the bytes that a worker's process may reserve after its start. 0: no limit.
 ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
+#: The environment variable with the numbers of the GPUs of a session's Dask workers, such as ``0,2 1,3``.
+GPUS = "DASK_CML_GPUS"
 
 _NUMBERED_FILE = re.compile(r"(board|scheduler)-([0-9]{1,9})\.json", re.ASCII)
 

@@ -30,6 +30,7 @@ from distributed.worker import Worker
 
 from dask_cml.layout import ALLOCATION_LIMIT
 from dask_cml.protocol import EXITED, NOTICE
+from dask_cml.worker import gpus
 
 logger = logging.getLogger("distributed.worker.dask_cml")
 
@@ -52,6 +53,7 @@ async def dask_setup(server: Any) -> None:
         server.startup_information["cml"] = _about
     if isinstance(server, Nanny):
         _report_exits(server)
+        await gpus.assign(server)
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
