@@ -22,6 +22,8 @@ FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
 ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
 #: The environment variable with the numbers of the GPUs of a session's Dask workers, such as ``0,2 1,3``.
 GPUS = "DASK_CML_GPUS"
+#: The environment variable with the modules that nannies preload, which Dask reads.
+NANNY_PRELOAD = "DASK_DISTRIBUTED__NANNY__PRELOAD"
 
 _NUMBERED_FILE = re.compile(r"(board|scheduler)-([0-9]{1,9})\.json", re.ASCII)
 

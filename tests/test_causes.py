@@ -243,7 +243,11 @@ async def test_shared_memory_full(client, is_told):
     ],
 )
 async def test_why_a_nanny_has_started_its_worker_again(platform, holds, crash, words):
-    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+    settings = {"distributed.scheduler.allowed-failures": 0}
+    settings["distributed.deploy.lost-worker-timeout"] = (
+        "5 minutes"  # on a loaded machine, a start takes long
+    )
+    with dask.config.set(settings):
         async with make(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
             await client.wait_for_workers(1)
             with pytest.raises(KilledWorker):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import arrived, make
+from clusters import arrived, log_of, make
 from distributed import Client
 
 from dask_cml import CMLCluster
@@ -17,12 +18,21 @@ from dask_cml.options import Options
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.worker import gpus
 
-#: Starts as many Dask workers as there are GPUs, with dask-cuda's arguments and names.
+#: Starts as many Dask workers as there are GPUs, with dask-cuda's arguments and names. Their nannies preload
+#: what Dask's configuration says.
 DASK_CUDA_WORKER = """\
 #!{python}
 import os, sys
-command = [sys.executable, "-m", "dask", "worker", *sys.argv[1:], "--nworkers", "2"]
-os.execv(sys.executable, command)
+sys.path[0] = os.getcwd()  # as `python -m dask` does
+from distributed.cli import dask_worker
+
+class Nanny(dask_worker.Nanny):
+    def __init__(self, *args, preload_nanny, **options):
+        super().__init__(*args, **options)
+
+if __name__ == "__main__":
+    dask_worker.Nanny = Nanny
+    dask_worker.main([*sys.argv[1:], "--nworkers", "2"])
 """
 
 
@@ -145,6 +155,13 @@ def test_a_group_with_gpus_keeps_the_command_of_its_cluster(dask_cuda):
 # -- real sessions
 
 
+@pytest.fixture
+def patient():
+    """Let a restart of workers take long, as on a loaded machine."""
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"}):
+        yield
+
+
 async def seen(cluster, client):
     """Return the GPUs that each worker sees, by the worker's name."""
     names = {address: worker["name"] for address, worker in cluster.scheduler_info["workers"].items()}
@@ -161,6 +178,7 @@ async def seen(cluster, client):
     ],
     ids=["all found", "too few found", "set by the user"],
 )
+@pytest.mark.usefixtures("patient")
 async def test_each_worker_of_a_session_sees_its_own_gpu(
     platform, nvidia_smi, holds, found, options, expected
 ):
@@ -185,6 +203,25 @@ def dask_cuda_worker(tmp_path):
     program.write_text(DASK_CUDA_WORKER.format(python=sys.executable))
     program.chmod(0o755)
     return str(program)
+
+
+@pytest.mark.slow
+async def test_dask_cuda_moves_data_when_the_platform_is_about_to_stop_its_session(
+    platform, dask_cuda_worker, holds
+):
+    platform.configure(stop_grace=30)
+    async with (
+        make(name="mine", n_workers=1, cpu=2, nvidia_gpu=2, worker_command=[dask_cuda_worker]) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2)
+        # Clusters that tasks start are none of dask-cml's.
+        preloads = await client.run(lambda: dask.config.get("distributed.nanny.preload"))
+        assert [*preloads.values()] == [[], []]
+        [session] = [session.id for session in cluster.sessions if session.role == "worker"]
+        await asyncio.to_thread(platform.evict, session, notice=True)
+        await holds(lambda: "Worker mine-0" in log_of(cluster))
+        assert "Worker mine-0 evicted, with notice; launching a replacement" in log_of(cluster)
 
 
 @pytest.mark.slow

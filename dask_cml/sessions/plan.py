@@ -16,7 +16,7 @@ from distributed.security import Security
 
 from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
-from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, GPUS, NUMBER, SCHEDULER, scheduler_file
+from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, GPUS, NANNY_PRELOAD, NUMBER, SCHEDULER, scheduler_file
 from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
@@ -174,7 +174,9 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
     share = int(options.worker_memory * 2**30) // options.processes
     arguments += ["--name", name, *_preloads("worker", "--preload", "dask_cml.worker.process")]
     command, env = _worker_command(options), _limits(options)
-    if not runs_one_per_gpu(command):  # dask-cuda lacks the arguments
+    if runs_one_per_gpu(command):  # dask-cuda lacks the arguments
+        env[NANNY_PRELOAD] = repr(_preloaded("nanny", "dask_cml.worker.process"))
+    else:
         arguments += _preloads("nanny", "--preload-nanny", "dask_cml.worker.process")
         arguments += ["--nworkers", str(options.processes)]
         env |= _gpus(options)
@@ -215,12 +217,16 @@ def _gpus(options: Options) -> dict[str, str]:
 
 def _preloads(kind: str, argument: str, module: str) -> list[str]:
     """Return the arguments that preload a module and the modules in Dask's configuration."""
-    configured = dask.config.get(f"distributed.{kind}.preload")  # the argument takes its place
-    modules = [module, *([configured] if isinstance(configured, str) else configured)]
     arguments = []
-    for name in modules:
+    for name in _preloaded(kind, module):
         arguments += [argument, name]
     return arguments
+
+
+def _preloaded(kind: str, module: str) -> list[str]:
+    """Return a module and the modules in Dask's configuration, whose place the module would take."""
+    configured = dask.config.get(f"distributed.{kind}.preload")
+    return [module, *([configured] if isinstance(configured, str) else configured)]
 
 
 def _limits(options: Options) -> dict[str, str]:

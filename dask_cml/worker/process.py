@@ -1,7 +1,7 @@
 """Protects a session from its Dask worker, and moves its data when the platform is about to stop the session.
 
 ``dask worker`` runs this module by ``--preload`` in a worker's process, and by ``--preload-nanny`` in the
-parent process of workers.
+parent process of workers. ``dask cuda worker``, which lacks the second one, finds it in Dask's configuration.
 
 A session's size is a hard limit on all of its processes. Over it, the kernel kills one or all of them. Before
 the platform stops a session, it sends SIGTERM to the session's main process, or to all of its processes. The
@@ -28,7 +28,7 @@ from distributed.nanny import Nanny
 from distributed.process import AsyncProcess
 from distributed.worker import Worker
 
-from dask_cml.layout import ALLOCATION_LIMIT
+from dask_cml.layout import ALLOCATION_LIMIT, NANNY_PRELOAD
 from dask_cml.protocol import EXITED, NOTICE
 from dask_cml.worker import gpus
 
@@ -53,6 +53,7 @@ async def dask_setup(server: Any) -> None:
         server.startup_information["cml"] = _about
     if isinstance(server, Nanny):
         _report_exits(server)
+        _forget_preloads(server)
         await gpus.assign(server)
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
@@ -85,6 +86,15 @@ def _release_sigterm() -> None:
 def _heed_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _release_sigterm()
+
+
+def _forget_preloads(nanny: Nanny) -> None:
+    """Let nannies that tasks start not preload this module, which the configuration has for dask-cuda."""
+    configured = dask.config.get("distributed.nanny.preload")
+    if __name__ in configured:
+        os.environ.pop(NANNY_PRELOAD, None)
+        others = [name for name in configured if name != __name__]
+        nanny.config = dask.config.merge(nanny.config, {"distributed": {"nanny": {"preload": others}}})
 
 
 def _report_exits(nanny: Nanny) -> None:
