@@ -191,15 +191,16 @@ def threads(argument: str, value: Any, least: int, cpu: float, processes: int) -
     if value is None:
         return max(1, int(cpu) // processes) * processes
     value = integer(argument, value, least)
-    return _valid(argument, value, value % processes == 0, f"a multiple of processes={processes}")
+    expected = f"a multiple of processes={processes}, by default one for each GPU"
+    return _valid(argument, value, value % processes == 0, expected)
 
 
 def processes(argument: str, value: Any, least: int, nvidia_gpu: int, worker_command: Sequence[str]) -> int:
-    """Check the number of Dask workers in a session. By default 1, or one for each GPU with dask-cuda."""
-    per_gpu = runs_one_per_gpu(worker_command)
+    """Check the number of Dask workers in a session. By default one for each GPU, or 1 without GPUs."""
     if value is None:
-        return nvidia_gpu if per_gpu else 1
+        return nvidia_gpu or 1
     value = integer(argument, value, least)
+    per_gpu = runs_one_per_gpu(worker_command)
     expected = f"{nvidia_gpu}, one for each GPU with this worker_command"
     return _valid(argument, value, not per_gpu or value == nvidia_gpu, expected)
 
@@ -317,7 +318,7 @@ def worker_args(
     if processes > 1:
         refused = {**refused, "several processes need nannies": ["--no-nanny"]}
     words = command_line(argument, value, refused)
-    if [*worker_command] == ["dask", "worker"]:
+    if [*worker_command] in ([], ["dask", "worker"]):
         _parse(argument, words, "worker")
     return words
 
@@ -371,9 +372,9 @@ def _refuse(argument: str, word: str, shown: str, refused: Refused) -> None:
 
 
 def worker_command(argument: str, value: Any, nvidia_gpu: int) -> tuple[str, ...]:
-    """Check the command that starts a session's Dask workers."""
+    """Check the command that starts a session's Dask workers. By default, the session's plan chooses it."""
     words = command_line(argument, value, refused={})
-    if not all(words) or not words:
+    if not all(words):
         raise ValueError(f'invalid {argument}: expected a command, such as ["dask", "cuda", "worker"]')
     _valid(
         "nvidia_gpu",
@@ -386,8 +387,9 @@ def worker_command(argument: str, value: Any, nvidia_gpu: int) -> tuple[str, ...
 
 def runs_one_per_gpu(worker_command: Sequence[str]) -> bool:
     """Return whether a command is dask-cuda's, which starts one Dask worker for each GPU."""
-    program = os.path.basename(worker_command[0])
-    return [*worker_command[:3]] == ["dask", "cuda", "worker"] or program == "dask-cuda-worker"
+    if [*worker_command[:3]] == ["dask", "cuda", "worker"]:
+        return True
+    return bool(worker_command) and os.path.basename(worker_command[0]) == "dask-cuda-worker"
 
 
 # -- mappings

@@ -107,7 +107,7 @@ class CMLCluster(KeptCluster):
     nthreads : int, optional
         Number of threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
     processes : int, optional
-        Number of Dask workers in a worker session. Default 1. With ``dask cuda worker``, one for each GPU.
+        Number of Dask workers in a worker session. Default: one for each GPU, or 1 without GPUs.
     memory_reserve : float or str, optional
         Part of a worker session's memory that its Dask workers leave to the session's other processes, in
         GiB, or a string such as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
@@ -132,8 +132,9 @@ class CMLCluster(KeptCluster):
     worker_class : str, optional
         Class of the Dask workers, as in ``dask worker --worker-class``. Default: Dask's own.
     worker_command : sequence of str, optional
-        Command that starts the Dask workers of a session. Default ``["dask", "worker"]``. With
-        ``["dask", "cuda", "worker"]``, one Dask worker for each GPU.
+        Command that starts the Dask workers of a session. Default: ``["dask", "worker"]``. If dask-cuda is
+        installed, ``["dask", "cuda", "worker"]`` for sessions with one process for each GPU, unless
+        `worker_args` is set.
     launch_options : mapping, optional
         Additional parameters of CML's ``launch_workers`` for a worker session, such as
         ``accelerator_label_id``. Default: none.
@@ -562,7 +563,7 @@ class CMLCluster(KeptCluster):
         """Add a group of worker sessions with a size and options of its own.
 
         Arguments that are None are taken from the cluster. `nthreads`, `processes` and `resources` follow
-        from `cpu`, `nvidia_gpu` and `worker_command` if these are given.
+        from `cpu` and `nvidia_gpu` if these are given.
 
         Parameters
         ----------

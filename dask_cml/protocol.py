@@ -26,6 +26,8 @@ NOTICE = "cml_notice"
 #: Asks for the dashboard. After the answer ``{"status": "OK"}``, the connection carries HTTP.
 FORWARD = "cml_forward"
 
+#: The topic of the event that a Dask worker's process has ended unasked, with its exit status.
+EXITED = "cml-exited"
 #: The topic of the cluster's events in ``Client.get_events``.
 TOPIC = "cml"
 #: The topic of the event that the cluster ends, with the reason: clients do not wait for another scheduler.

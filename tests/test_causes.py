@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -89,6 +90,13 @@ def cause(last=IDLE, *log, connected=True, noticed=False, closed=False, said="fa
             cause(IDLE, "no licence", "", "[dask worker exited with status 3]"),
             Cause.PROGRAM_FAILED,
             "its program failed with exit status 3: no licence",
+        ),
+        (
+            cause({**FULL, **TRAINS}, "Event loop was unresponsive", "[dask worker exited with status -7]"),
+            Cause.BUS_ERROR,
+            "bus error: shared memory (/dev/shm, 64 MB by default) is full while it ran `train-1`, "
+            "`train-2`; raise the shared memory limit in the project's settings, or pass num_workers=0 to "
+            "PyTorch's DataLoader",
         ),
         (cause(FULL, noticed=True), Cause.EVICTED, "evicted, with notice"),
         (
@@ -230,6 +238,51 @@ async def test_the_program_failed(client, is_told):
         await future
     words = "lost: its program failed with exit status 3 while it ran `crashes`: no licence"
     await is_told(words, "program failed")
+
+
+BUS_ERROR = (
+    r"bus error: shared memory \(/dev/shm, 64 MB by default\) is full while it ran `crashes`; raise the "
+    "shared memory limit in the project's settings, or pass num_workers=0 to PyTorch's DataLoader"
+)
+
+
+async def test_shared_memory_full(client, is_told):
+    # So ends a process that writes to a full /dev/shm.
+    future = client.submit(lambda: os.kill(os.getpid(), signal.SIGBUS), key="crashes")
+    with pytest.raises(KilledWorker):
+        await future
+    await is_told(f"lost: {BUS_ERROR}", "bus error")
+
+
+#: Returns a nanny's status. A lambda is sent whole, and a function of this module by its name.
+STATUS = lambda dask_worker: dask_worker.status.name  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("crash", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), BUS_ERROR),
+        (lambda: os._exit(3), "its program failed with exit status 3 while it ran `crashes`"),
+    ],
+)
+async def test_why_a_nanny_has_started_its_worker_again(platform, holds, crash, words):
+    settings = {"distributed.scheduler.allowed-failures": 0}
+    settings["distributed.deploy.lost-worker-timeout"] = (
+        "5 minutes"  # on a loaded machine, a start takes long
+    )
+    with dask.config.set(settings):
+        async with make(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+            await client.wait_for_workers(1)
+            # A nanny gives up if its worker ends before the nanny has noticed that it has started.
+            while {*(await client.run(STATUS, nanny=True)).values()} != {"running"}:
+                await asyncio.sleep(0.05)
+            with pytest.raises(KilledWorker):
+                await client.submit(crash, key="crashes")
+            await holds(lambda: "restarted" in log_of(cluster))
+            restarted = f"worker mine-0 was restarted: {words}"
+            assert re.fullmatch(f"Cluster mine: {restarted}", log_of(cluster))
+            await holds(lambda: re.search(f"problem: {restarted}\\)$", repr(cluster)))
+            assert losses() == {}
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,200 @@
-"""What sessions with GPUs offer to tasks, and dask-cuda's command. No GPU is needed."""
+"""Dask workers with GPUs: how many run, which GPU they use, what they offer. No GPU is needed."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import pytest
+from clusters import arrived, log_of, make
 from distributed import Client
 
 from dask_cml import CMLCluster
+from dask_cml.options import Options
+from dask_cml.sessions.plan import Place, plan_worker
+from dask_cml.worker import gpus
 
-#: Starts as many Dask workers as there are GPUs, with dask-cuda's arguments and names.
+#: Starts as many Dask workers as there are GPUs, with dask-cuda's arguments and names. Their nannies preload
+#: what Dask's configuration says.
 DASK_CUDA_WORKER = """\
 #!{python}
 import os, sys
-command = [sys.executable, "-m", "dask", "worker", *sys.argv[1:], "--nworkers", "2"]
-os.execv(sys.executable, command)
+sys.path[0] = os.getcwd()  # as `python -m dask` does
+from distributed.cli import dask_worker
+
+class Nanny(dask_worker.Nanny):
+    def __init__(self, *args, preload_nanny, **options):
+        super().__init__(*args, **options)
+
+if __name__ == "__main__":
+    dask_worker.Nanny = Nanny
+    dask_worker.main([*sys.argv[1:], "--nworkers", "2"])
 """
+
+
+def plan(**options):
+    return plan_worker(Options.read(name="mine", **options), Place(Path("/nowhere")), "mine-0", "tcp://x:1")
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Stands in for the driver of a session, which has so many GPUs."""
+
+    def nvidia_smi(n):
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        lines = [f"GPU {i}: NVIDIA A100-SXM4-80GB (UUID: GPU-0000000{i})" for i in range(n)]
+        program.write_text(
+            "\n".join(["#!/bin/sh", '[ "$*" = -L ] || exit 2', "cat <<END", *lines, "END", ""])
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    return nvidia_smi
+
+
+# -- how many GPUs a session has
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_gpus_are_counted_by_nvidia_smi(nvidia_smi, n):
+    nvidia_smi(n)
+    assert gpus.count() == n
+
+
+def test_gpus_are_counted_by_nvml_first(nvidia_smi, monkeypatch):
+    calls = []
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: calls.append("init"),
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlShutdown=lambda: calls.append("shutdown"),
+    )
+    nvidia_smi(2)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert (gpus.count(), calls) == (4, ["init", "shutdown"])
+
+    def fails():
+        raise RuntimeError("driver not loaded")
+
+    nvml.nvmlInit = fails
+    assert gpus.count() == 2
+
+
+def test_a_session_without_a_driver_has_no_gpus(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    assert gpus.count() == 0
+
+
+# -- which workers run
+
+
+@pytest.mark.parametrize(
+    ("options", "nworkers", "shares"),
+    [
+        ({}, 1, None),
+        ({"nvidia_gpu": 1}, 1, None),
+        ({"nvidia_gpu": 2}, 2, "0 1"),
+        ({"nvidia_gpu": 4, "processes": 2}, 2, "0,2 1,3"),
+        ({"nvidia_gpu": 3, "processes": 2}, 2, "0,2 1"),
+        ({"nvidia_gpu": 2, "processes": 4}, 4, "0 1 0 1"),
+        ({"nvidia_gpu": 2, "processes": 1}, 1, None),
+        ({"processes": 2}, 2, None),
+    ],
+)
+def test_the_workers_of_a_session_share_its_gpus(options, nworkers, shares):
+    planned = plan(cpu=8, memory=16, **options)
+    assert f"'--nworkers', '{nworkers}'" in planned.code
+    assert f"'--nthreads', '{8 // nworkers}'" in planned.code
+    assert planned.env.get("DASK_CML_GPUS") == shares
+    n_gpus = options.get("nvidia_gpu", 0)
+    assert (f"'--resources', 'GPU={n_gpus / nworkers:g}'" in planned.code) == bool(n_gpus)
+
+
+@pytest.fixture
+def dask_cuda(tmp_path, monkeypatch):
+    """An installed dask-cuda, which nobody imports."""
+    (tmp_path / "dask_cuda.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        ({"nvidia_gpu": 2, "processes": 2}, ["dask", "cuda", "worker"]),
+        ({"nvidia_gpu": 1}, ["dask", "cuda", "worker"]),
+        ({}, ["dask", "worker"]),
+        ({"nvidia_gpu": 2, "processes": 1}, ["dask", "worker"]),
+        ({"nvidia_gpu": 2, "worker_args": ["--lifetime", "1 hour"]}, ["dask", "worker"]),
+        ({"nvidia_gpu": 2, "worker_command": ["dask", "worker"]}, ["dask", "worker"]),
+    ],
+)
+def test_dask_cuda_runs_the_workers_if_it_is_installed(dask_cuda, options, command):
+    code = plan(**options).code
+    expected = [sys.executable, "-m", *command, "tcp://x:1", "--name", "mine-0"]
+    assert f"'command': {expected!r}"[:-1] in code
+    is_dask_cuda = "cuda" in command
+    assert ("--nworkers" in code) != is_dask_cuda
+    assert ("--preload-nanny" in code) != is_dask_cuda
+
+
+def test_a_group_with_gpus_keeps_the_command_of_its_cluster(dask_cuda):
+    options = Options.read(worker_command=["my-worker"])
+    assert options.of_group({"nvidia_gpu": 2}).worker_command == ("my-worker",)
+    group = Options.read().of_group({"nvidia_gpu": 2, "cpu": 4})
+    assert (group.processes, group.nthreads, group.worker_command) == (2, 4, ())
+
+
+# -- real sessions
+
+
+@pytest.fixture
+def patient():
+    """Let a restart of workers take long, as on a loaded machine."""
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"}):
+        yield
+
+
+async def seen(cluster, client):
+    """Return the GPUs that each worker sees, by the worker's name."""
+    names = {address: worker["name"] for address, worker in cluster.scheduler_info["workers"].items()}
+    answers = await client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return {names[address]: answer for address, answer in answers.items()}
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "expected"),
+    [
+        (2, {}, ["0", "1"]),
+        (1, {}, [None, None]),
+        (2, {"env": {"CUDA_VISIBLE_DEVICES": "1"}}, ["1", "1"]),
+    ],
+    ids=["all found", "too few found", "set by the user"],
+)
+@pytest.mark.usefixtures("patient")
+async def test_each_worker_of_a_session_sees_its_own_gpu(
+    platform, nvidia_smi, holds, found, options, expected
+):
+    nvidia_smi(found)
+    async with (
+        make(name="mine", n_workers=1, cpu=2, nvidia_gpu=2, **options) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2)
+        await holds(lambda: arrived(cluster) == 1 and len(cluster.scheduler_info["workers"]) == 2)
+        named = {"mine-0-0": expected[0], "mine-0-1": expected[1]}
+        assert await seen(cluster, client) == named
+        log = (await cluster.get_logs())["mine-0"]
+        assert log.count("WARNING - 1 of 2 GPUs found in this session: its workers") == (found == 1)
+        await client.restart()
+        assert await seen(cluster, client) == named
 
 
 @pytest.fixture
@@ -25,6 +203,25 @@ def dask_cuda_worker(tmp_path):
     program.write_text(DASK_CUDA_WORKER.format(python=sys.executable))
     program.chmod(0o755)
     return str(program)
+
+
+@pytest.mark.slow
+async def test_dask_cuda_moves_data_when_the_platform_is_about_to_stop_its_session(
+    platform, dask_cuda_worker, holds
+):
+    platform.configure(stop_grace=30)
+    async with (
+        make(name="mine", n_workers=1, cpu=2, nvidia_gpu=2, worker_command=[dask_cuda_worker]) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2)
+        # Clusters that tasks start are none of dask-cml's.
+        preloads = await client.run(lambda: dask.config.get("distributed.nanny.preload"))
+        assert [*preloads.values()] == [[], []]
+        [session] = [session.id for session in cluster.sessions if session.role == "worker"]
+        await asyncio.to_thread(platform.evict, session, notice=True)
+        await holds(lambda: "Worker mine-0" in log_of(cluster))
+        assert "Worker mine-0 evicted, with notice; launching a replacement" in log_of(cluster)
 
 
 @pytest.mark.slow

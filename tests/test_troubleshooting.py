@@ -307,6 +307,7 @@ async def test_the_page_lists_the_messages_about_lost_sessions(it, seen):
 
 @provokes(
     "Worker has spilled or is paused",
+    "Worker lost: bus error",
     "Worker lost: its program failed",
     "Worker lost: out of memory",
     "Worker lost: scratch full",
@@ -319,6 +320,7 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
         [f"[memory: {GIB} of {GIB} bytes]"],
         ["[scratch: 9500000000 of 10000000000 bytes]"],
         ["no such model", "[dask worker exited with status 3]"],
+        ["[dask worker exited with status -7]"],
     ):
         loss = find_cause(last, log, connected=True, noticed=False, closed=False, said="failed")
         backoff.lost({"night-1": loss})

@@ -9,8 +9,9 @@ from typing import Any
 from distributed.core import Status
 from distributed.scheduler import WorkerState
 
+from dask_cml.protocol import EXITED
 from dask_cml.scheduler.full import full_words
-from dask_cml.sessions.causes import find_cause
+from dask_cml.sessions.causes import Cause, find_cause
 from dask_cml.timing import timing
 
 #: The topic under which a nanny says that it ends a worker over its memory (worker_memory.py:422).
@@ -34,7 +35,7 @@ class Restart:
     worker : str
         The Dask worker's name.
     words : str
-        Why, as a clause.
+        Why, as a clause, and what helps.
     """
 
     number: int
@@ -42,7 +43,7 @@ class Restart:
     words: str
 
     def __str__(self) -> str:
-        return f"worker {self.worker} was restarted: {self.words}; {_ADVICE}"
+        return f"worker {self.worker} was restarted: {self.words}"
 
 
 class Health:
@@ -62,6 +63,8 @@ class Health:
         self._last: dict[str, dict[str, Any]] = {}
         #: The memory with which a nanny has ended a worker, by the worker's address.
         self._ended_with: dict[str, int] = {}
+        #: The exit status of a worker's process, by the worker's name.
+        self._exited: dict[str, int] = {}
         self._paused_since: dict[str, float] = {}
         self._restarted_at = 0.0
 
@@ -71,6 +74,10 @@ class Health:
             self._ended_with[str(content.get("worker"))] = int(content.get("rss") or 0)
             if len(self._ended_with) > _MOST_LAST:  # many sessions ended with their workers
                 del self._ended_with[next(iter(self._ended_with))]
+        if topic == EXITED and isinstance(content, dict):
+            self._exited[str(content.get("worker"))] = int(content.get("status") or 0)
+            if len(self._exited) > _MOST_LAST:
+                del self._exited[next(iter(self._exited))]
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
         """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
@@ -93,11 +100,17 @@ class Health:
             return
         del self._last[name]
         self._ended_with.pop(last["address"], None)
+        status = self._exited.pop(name, None)
         if last["expected"] or last["noticed"]:
             return
-        cause = find_cause(last, [], connected=True, noticed=False, closed=False, said="", gone=_ENDED)
+        loss = find_cause(
+            last, [], connected=True, noticed=False, closed=False, said="", gone=_ENDED, status=status
+        )
+        words = loss.words
+        if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED):
+            words += f"; {_ADVICE}"
         number = self.restarts[-1].number + 1 if self.restarts else 1
-        self.restarts = [*self.restarts, Restart(number, name, cause.words)][-_MOST_RESTARTS:]
+        self.restarts = [*self.restarts, Restart(number, name, words)][-_MOST_RESTARTS:]
         self._restarted_at = now
 
     def look(self, workers: Iterable[WorkerState], now: float) -> None:

@@ -20,6 +20,10 @@ _OOM_KILLED, _NO_STORAGE = re.compile(r"\bOOM", re.IGNORECASE), re.compile("ephe
 _OUT_OF_MEMORY = re.compile(r"exceeded \d+% memory budget|was killed by signal 9\b")
 #: The words of a Dask worker or nanny that has not reached its scheduler within its ``--death-timeout``.
 _NO_SCHEDULER = "Timed out starting worker"
+#: What helps against full shared memory.
+_MORE_SHARED_MEMORY = (
+    "raise the shared memory limit in the project's settings, or pass num_workers=0 to PyTorch's DataLoader"
+)
 _LAST_LINES = 4
 _GIB, _GB = 2**30, 10**9
 
@@ -29,6 +33,7 @@ class Cause(str, Enum):
 
     OUT_OF_MEMORY = "out of memory"
     SCRATCH_FULL = "scratch full"
+    BUS_ERROR = "bus error"
     PROGRAM_FAILED = "program failed"
     EVICTED = "evicted"
     KILLED = "killed"
@@ -69,6 +74,7 @@ def find_cause(
     closed: bool,
     said: str,
     gone: str | None = None,
+    status: int | None = None,
 ) -> Loss:
     """Return the likely cause of a session's end.
 
@@ -88,6 +94,9 @@ def find_cause(
         What the platform says.
     gone : str, optional
         What is known if the session runs, and lacks a Dask worker. Default: the session has ended.
+    status : int, optional
+        The exit status of the Dask worker's process. A negative number is that of a signal. Default: that of
+        the session's program, in its log.
 
     Examples
     --------
@@ -97,7 +106,8 @@ def find_cause(
     """
     tasks = [*(last or {}).get("tasks", ())]
     ran = f" while it ran {_listed(tasks)}" if tasks else ""
-    status = next((int(match[1]) for line in reversed(log) if (match := _EXIT.match(line))), None)
+    if status is None:
+        status = next((int(match[1]) for line in reversed(log) if (match := _EXIT.match(line))), None)
     if closed:
         return Loss(Cause.CLOSED, "closed")
     spilled, most = (last or {}).get("spilled") or 0, (last or {}).get("max_spill")
@@ -106,6 +116,9 @@ def find_cause(
         return Loss(Cause.SCRATCH_FULL, f"scratch full, {amount}{ran}", bool(tasks))
     if noticed:
         return Loss(Cause.EVICTED, "evicted, with notice")
+    if status == -signal.SIGBUS:
+        words = f"bus error: shared memory (/dev/shm, 64 MB by default) is full{ran}; {_MORE_SHARED_MEMORY}"
+        return Loss(Cause.BUS_ERROR, words, bool(tasks))
     if memory := _memory_of(last, log, said):
         return Loss(Cause.OUT_OF_MEMORY, f"out of memory, {memory}{ran}", bool(tasks))
     if most and spilled > _NEARLY * most:
@@ -114,7 +127,8 @@ def find_cause(
     if not connected and any(_NO_SCHEDULER in line for line in log):
         return Loss(Cause.NEVER_CONNECTED, "it got no answer from the scheduler in time")
     if status and status != -signal.SIGKILL:  # which a program does not send itself
-        words = f"its program failed with exit status {status}{ran}: {_last_line(log)}"
+        output = f": {_last_line(log)}" if log else ""
+        words = f"its program failed with exit status {status}{ran}{output}"
         return Loss(Cause.PROGRAM_FAILED, words, bool(tasks))
     if not connected:
         return Loss(Cause.NEVER_CONNECTED, f"it never connected; the platform says {said}")

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,7 +16,17 @@ from distributed.security import Security
 
 from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
-from dask_cml.layout import ALLOCATION_LIMIT, DASHBOARD_PORT, FOLDER, HOSTS, NUMBER, SCHEDULER, scheduler_file
+from dask_cml.layout import (
+    ALLOCATION_LIMIT,
+    DASHBOARD_PORT,
+    FOLDER,
+    GPUS,
+    HOSTS,
+    NANNY_PRELOAD,
+    NUMBER,
+    SCHEDULER,
+    scheduler_file,
+)
 from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
@@ -167,9 +178,13 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
         arguments.append(address)
     share = int(options.worker_memory * 2**30) // options.processes
     arguments += ["--name", name, *_preloads("worker", "--preload", "dask_cml.worker.process")]
-    if not runs_one_per_gpu(options.worker_command):  # dask-cuda lacks the arguments
+    command, env = _worker_command(options), _limits(options)
+    if runs_one_per_gpu(command):  # dask-cuda lacks the arguments
+        env[NANNY_PRELOAD] = repr(_preloaded("nanny", "dask_cml.worker.process"))
+    else:
         arguments += _preloads("nanny", "--preload-nanny", "dask_cml.worker.process")
         arguments += ["--nworkers", str(options.processes)]
+        env |= _gpus(options)
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
     arguments += ["--memory-limit", str(share), "--death-timeout", str(patience)]
     # Without a dashboard, a worker still serves health and metrics by plain HTTP, on all interfaces by
@@ -181,18 +196,42 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
     arguments += [*tls.arguments(place.security, "worker"), *options.worker_args]
-    env = {**_limits(options), **options.env}
-    return _plan(options, place, name, options.worker_command, arguments, env, session)
+    return _plan(options, place, name, command, arguments, {**env, **options.env}, session)
+
+
+def _worker_command(options: Options) -> Sequence[str]:
+    """Return the command that starts the Dask workers of a session."""
+    if options.worker_command:
+        return options.worker_command
+    # The arguments of a user are those of `dask worker`. All sessions have the launcher's packages.
+    one_per_gpu = options.nvidia_gpu and options.processes == options.nvidia_gpu and not options.worker_args
+    return ("dask", "cuda", "worker") if one_per_gpu and find_spec("dask_cuda") else ("dask", "worker")
+
+
+def _gpus(options: Options) -> dict[str, str]:
+    """Return the environment variable with the GPUs of each of several Dask workers.
+
+    They are dealt out in turn. With fewer workers than GPUs, some have several; with more, some share one.
+    """
+    n, gpus = options.processes, range(options.nvidia_gpu)
+    if n == 1 or not gpus:
+        return {}
+    shares = [gpus[i::n] or [i % len(gpus)] for i in range(n)]
+    return {GPUS: " ".join(",".join(map(str, share)) for share in shares)}
 
 
 def _preloads(kind: str, argument: str, module: str) -> list[str]:
     """Return the arguments that preload a module and the modules in Dask's configuration."""
-    configured = dask.config.get(f"distributed.{kind}.preload")  # the argument takes its place
-    modules = [module, *([configured] if isinstance(configured, str) else configured)]
     arguments = []
-    for name in modules:
+    for name in _preloaded(kind, module):
         arguments += [argument, name]
     return arguments
+
+
+def _preloaded(kind: str, module: str) -> list[str]:
+    """Return a module and the modules in Dask's configuration, whose place the module would take."""
+    configured = dask.config.get(f"distributed.{kind}.preload")
+    return [module, *([configured] if isinstance(configured, str) else configured)]
 
 
 def _limits(options: Options) -> dict[str, str]:

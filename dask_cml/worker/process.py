@@ -1,7 +1,7 @@
 """Protects a session from its Dask worker, and moves its data when the platform is about to stop the session.
 
 ``dask worker`` runs this module by ``--preload`` in a worker's process, and by ``--preload-nanny`` in the
-parent process of workers.
+parent process of workers. ``dask cuda worker``, which lacks the second one, finds it in Dask's configuration.
 
 A session's size is a hard limit on all of its processes. Over it, the kernel kills one or all of them. Before
 the platform stops a session, it sends SIGTERM to the session's main process, or to all of its processes. The
@@ -24,13 +24,15 @@ import dask.config
 import psutil
 from dask.utils import parse_bytes
 from distributed.comm.core import FatalCommClosedError
+from distributed.core import Status
 from distributed.nanny import Nanny
 from distributed.process import AsyncProcess
 from distributed.worker import Worker
 
 from dask_cml.handshake import limit_handshakes
-from dask_cml.layout import ALLOCATION_LIMIT
-from dask_cml.protocol import NOTICE
+from dask_cml.layout import ALLOCATION_LIMIT, NANNY_PRELOAD
+from dask_cml.protocol import EXITED, NOTICE
+from dask_cml.worker import gpus
 
 logger = logging.getLogger("distributed.worker.dask_cml")
 
@@ -39,6 +41,8 @@ _FIRST_CHOICE = "1000"
 _NOTICE_TIMEOUT = 20.0
 #: Seconds before a nanny that did not reach the scheduler tries again.
 _RETRY = 0.5
+#: The exit status of a process whose status was lost (distributed/process.py:255).
+_UNKNOWN = 255
 _fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
@@ -52,6 +56,10 @@ async def dask_setup(server: Any) -> None:
         _come_first(has_nanny=server.nanny is not None)
         _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
         server.startup_information["cml"] = _about
+    if isinstance(server, Nanny):
+        _report_exits(server)
+        _forget_preloads(server)
+        await gpus.assign(server)
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
@@ -101,6 +109,27 @@ def _release_sigterm() -> None:
 def _heed_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _release_sigterm()
+
+
+def _forget_preloads(nanny: Nanny) -> None:
+    """Let nannies that tasks start not preload this module, which the configuration has for dask-cuda."""
+    configured = dask.config.get("distributed.nanny.preload")
+    if __name__ in configured:
+        os.environ.pop(NANNY_PRELOAD, None)
+        others = [name for name in configured if name != __name__]
+        nanny.config = dask.config.merge(nanny.config, {"distributed": {"nanny": {"preload": others}}})
+
+
+def _report_exits(nanny: Nanny) -> None:
+    """Tell the scheduler how the worker's process has ended, before the nanny starts another one."""
+    on_exit = nanny._on_worker_exit_sync  # nanny.py:511
+
+    def report(status: int) -> None:
+        if nanny.status == Status.running and status != _UNKNOWN:
+            nanny.log_event(EXITED, {"worker": str(nanny.name), "status": status})
+        on_exit(status)
+
+    nanny._on_worker_exit_sync = report  # type: ignore[method-assign]
 
 
 async def _tell() -> None:
