@@ -1,4 +1,4 @@
-"""Advice in messages, in the words of the place where they are read: Python, a shell, or the page.
+"""Advice in messages, in the words of the place where they are read: Python, a shell, or the web UI.
 
 Messages are written for Python, such as ``call cluster.scale(n)``.
 """
@@ -44,7 +44,7 @@ def for_shell(text: str, cluster: str) -> str:
 
 
 def for_page(text: str) -> str:
-    """Return a message for the page, where a field for each worker group has its number of workers.
+    """Return a message for the web UI, where a field for each worker group has its number of workers.
 
     Examples
     --------

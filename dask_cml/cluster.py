@@ -153,7 +153,7 @@ class CMLCluster(KeptCluster):
         True: TLS with the cluster's own keys, which clients, other processes and ``dask cml`` find. False:
         anyone who reaches the scheduler can use the cluster. A Security: your own keys. Default True.
     pending_timeout : float or str, optional
-        Time limit for the scheduler's session to get room and start, in seconds, or a string such as
+        Time limit for the scheduler's session to leave the queue and start, in seconds, or a string such as
         ``"15 minutes"``. Default 15 minutes. Worker sessions have no such limit.
     scheduler_timeout : float or str, optional
         Time limit for the scheduler to answer after its session runs, in seconds or as a string. Default 90
@@ -782,7 +782,7 @@ class CMLCluster(KeptCluster):
     def usage(self) -> Any:
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
 
-        A session counts from its launch or, if it waited for room, from the end of its wait. It counts until
+        A session counts from its launch or, if it was queued, from the end of the queue. It counts until
         a process stops it or the keeper notices its end, so hours without a keeper are an upper bound. Sizes
         are taken from the options, even if a resource profile in `launch_options` sets others. After
         :meth:`close`, the result covers the cluster's whole lifetime.
@@ -890,7 +890,7 @@ class CMLCluster(KeptCluster):
         """
         clusters = []
         for cluster in [*SpecCluster._instances]:
-            if not isinstance(cluster, cls) or not cluster.takes_lease:  # a page only shows clusters
+            if not isinstance(cluster, cls) or not cluster.takes_lease:  # a web UI only shows clusters
                 continue
             if cluster._starting is not None and cluster.status != Status.closed:
                 clusters.append(cluster)

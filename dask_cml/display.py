@@ -84,7 +84,7 @@ class Description:
     age : str
         Its age and its limit, such as ``12.3 of 48 h``. Empty without a limit.
     scheduler : str
-        A scheduler that waits for room, or that has replaced a lost scheduler. Else empty.
+        What is special about the scheduler: queued, or in place of a lost one. Else empty.
     pending : str
         Worker sessions that are not connected yet. Empty if there are none.
     problem : str or None

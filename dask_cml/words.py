@@ -83,12 +83,12 @@ def idle(seconds: float) -> str:
 
 
 def waiting(seconds: float) -> str:
-    """Return the text for a session that has waited for room for so many seconds."""
-    return f"waiting for room, {format_duration(seconds)}"
+    """Return the text for a session that has been queued for so many seconds."""
+    return f"queued for {format_duration(seconds)}"
 
 
 def waiting_workers(waits: Collection[float]) -> str:
-    """Return the text for worker sessions that wait for room.
+    """Return the text for queued worker sessions.
 
     Parameters
     ----------

@@ -282,7 +282,7 @@ def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
 def _wait_for_file(process: subprocess.Popen[bytes], folder: str, file: str, deadline: float) -> None:
     """End the program if the file does not appear.
 
-    The scheduler's session may wait for room. If the cluster closes meanwhile, its folder disappears, and no
+    The scheduler's session may be queued. If the cluster closes meanwhile, its folder disappears, and no
     scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the
     cache.
     """

@@ -62,7 +62,9 @@ nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*"), ("py:class", r"dask_cml\..
 
 def hide_private_parameters(app, what, name, documented, options, signature, returned):
     """Hide parameters with a leading underscore, and keywords that exist only to be refused."""
-    return (re.sub(r", (_\w+=\w+(\([^()]*\))?|\*\*kwargs)", "", signature) if signature else signature), returned
+    return (
+        re.sub(r", (_\w+=\w+(\([^()]*\))?|\*\*kwargs)", "", signature) if signature else signature
+    ), returned
 
 
 def draw_dashes(app, doctree):

@@ -93,7 +93,7 @@ def take_page(chrome: Any, server: PageServer) -> None:
         page = chrome.new_context(viewport={"width": 1280, "height": 350}).new_page()
         page.set_default_timeout(120_000)
         page.goto(server.link)
-        page.locator("tbody", has_text="forecast").filter(has_text="1 waiting for room").wait_for()
+        page.locator("tbody", has_text="forecast").filter(has_text="1 queued").wait_for()
         page.locator("tbody", has_text="sweep").filter(has_text="running").wait_for()
         page.screenshot(path=IMAGES / "serve-list.png")
         page.set_viewport_size({"width": 1280, "height": 1600})

@@ -21,7 +21,7 @@ def main():
         CMLCluster(n_workers=2, cpu=1, memory=2, platform=PLATFORM) as cluster,
         Client(cluster) as client,
     ):
-        # If no worker gets room, the Job fails. Without this limit, it would wait for room.
+        # If no worker gets room, the Job fails. Without this limit, it would be queued.
         client.wait_for_workers(1, timeout="30 minutes")
         prices = client.gather(client.map(simulate, range(100)))
     RESULT.write_text(json.dumps(prices))

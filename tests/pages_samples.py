@@ -70,7 +70,7 @@ def several() -> list[dict[str, Any]]:
             "churn-model",
             adapting,
             gpus,
-            words="running, 1 waiting for room, 3 min",
+            words="running, 1 queued for 3 min",
             tasks_done=12840,
             age=90061.0,
             most_age=48 * 3600,
@@ -80,7 +80,7 @@ def several() -> list[dict[str, Any]]:
         cluster(
             "forecast",
             group(wanted=4, arrived=2),
-            words="running, 1 pending, 1 waiting for room, 3 min",
+            words="running, 1 pending, 1 queued for 3 min",
             problem=QUOTA,
             tasks_done=725,
             kept=False,
@@ -89,7 +89,7 @@ def several() -> list[dict[str, Any]]:
             "morning",
             group(wanted=2, arrived=0),
             status="starting",
-            words="starting, scheduler waiting for room, 3 min",
+            words="starting, scheduler queued for 3 min",
             threads=0,
             memory=0,
             age=190.0,
@@ -155,7 +155,7 @@ def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
             key = f"{name}-{i}" if about["name"] == "default" else f"{name}-{about['name']}-{i}"
             size = {"cpu": about["cpu"], "memory": about["memory"], "nvidia_gpu": about["nvidia_gpu"]}
             here = i < about["n_arrived"]
-            found.append(session(key, "connected" if here else "waiting for room, 3 min", **size))
+            found.append(session(key, "connected" if here else "queued for 3 min", **size))
             if not here:
                 found[-1].update(link=None, age=190.0)
     return found

@@ -20,7 +20,7 @@ TOKEN = "correct-horse-battery"
 
 
 class PageServer(ServerProcess):
-    """The page as a process.
+    """The web UI as a process.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class PageServer(ServerProcess):
 
     @property
     def clusters(self) -> dict[str, dict[str, Any]]:
-        """The clusters on the page, by name."""
+        """The clusters in the web UI, by name."""
         status, found = self.ask("GET", "api/clusters")
         assert status == 200, found
         return {cluster["name"]: cluster for cluster in found["clusters"]}

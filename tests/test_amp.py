@@ -287,7 +287,7 @@ def test_the_check_computes_on_a_cluster_within_the_default_quota(quota, amp, un
 
 
 def ask(port, path, body=None, method=None):
-    """Ask the page, as a program with its token does."""
+    """Ask the web UI, as a program with its token does."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": "Bearer token"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers, method=method)
@@ -319,7 +319,7 @@ def test_the_application_serves_the_page_and_shuts_down_its_clusters_when_it_sto
     until(lambda: ask(port, "/api/clusters/night")["n_arrived"] == 1)
     quota.stop_workers(session)
     until(lambda: status(quota, session) == "stopped")
-    assert "The page is closed; the clusters created there are stopped." in quota.log(session)
+    assert "The web UI is closed; the clusters created there are stopped." in quota.log(session)
     assert store.records() == []
 
 
@@ -327,7 +327,7 @@ def test_the_web_ui_ends_with_a_killed_script(platform, until, monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     command = [sys.executable, str(SCRIPTS / "app.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as script:
-        assert script.stdout.readline().startswith("Open the page: ")
+        assert script.stdout.readline().startswith("Open the web UI: ")
         [page] = psutil.Process(script.pid).children()
         script.kill()
         page.wait(timeout=120)

@@ -34,7 +34,7 @@ ADDON = "/runtime-addons/cmladdon-2.0.49-b279/lib"
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
     "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
-    "page", "imports", "gang scheduling", "sidebar", "time-outs", "clusters",
+    "web UI", "imports", "gang scheduling", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def test_the_command_removes_copies_of_the_images_packages_from_the_home_folder(
 )
 def test_a_tornado_with_known_holes_is_a_warning(laptop, monkeypatch, version, state):
     monkeypatch.setattr(tornado, "version_info", version)
-    finding = environment.page()
+    finding = environment.web_ui()
     assert finding.state == state
     assert (finding.command is not None) == (state == "warning")
     assert not finding.command or shlex.split(finding.command)[-1] == "tornado>=6.5.5"
@@ -381,7 +381,7 @@ def test_a_tornado_with_known_holes_is_a_warning(laptop, monkeypatch, version, s
 def test_no_command_replaces_the_tornado_of_a_session(cml, monkeypatch):
     """Sessions may not start any more beside another one in the home folder."""
     monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
-    finding = environment.page()
+    finding = environment.web_ui()
     assert (finding.state, finding.command) == ("warning", None)
     assert "runtime" in finding.words
 

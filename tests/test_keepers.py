@@ -95,7 +95,7 @@ async def test_a_remote_shows_what_the_keeper_says(it):
             it.platform.configure({"sessions": 2}, waits_for_room=True)
             remote.scale(2)
             await eventually(lambda: remote.waits())
-            assert "waiting for room" in repr(remote)
+            assert "queued" in repr(remote)
             assert remote.n_pending == 1
             it.platform.configure()
             await eventually(lambda: has(remote, 2) and not remote.waits())

@@ -1,4 +1,4 @@
-"""`/metrics` of the page, read by Prometheus' own parser, and the Grafana dashboard of these metrics."""
+"""`/metrics` of the web UI, read by Prometheus' own parser, and the Grafana dashboard of these metrics."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ async def text_of(answer: Any) -> str:
 async def test_the_list_shows_the_status_of_each_cluster(ask):
     text = await text_of(ask())
     assert "6 clusters · 30 of 35 workers · 120 threads · 480 GiB" in text
-    assert "churn-model running, 1 waiting for room, 3 min 3 default adapts, 0 to 10" in text
+    assert "churn-model running, 1 queued for 3 min 3 default adapts, 0 to 10" in text
     assert "1 of 2 gpu" in text
     assert "16 64 GiB 12,840 25.0 of 48 h 61.75 alice" in text
     assert "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16" in text
@@ -86,13 +86,13 @@ async def test_a_problem_of_the_platform_is_shown_above_the_list():
 async def test_the_page_of_a_cluster_shows_its_sessions_groups_logs_and_usage(ask):
     text = await text_of(ask("clusters/churn-model"))
     assert "Client( &#34;cml://churn-model&#34;)".replace(" ", "") in text.replace(" ", "")
-    assert "worker waiting for room, 3 min 8 CPU · 64 GiB · 1 GPU 3 min" in text
+    assert "worker queued for 3 min 8 CPU · 64 GiB · 1 GPU 3 min" in text
     assert "gpu 1 of 2 8 CPU · 64 GiB · 1 GPU 8 1 GPU=1" in text
     assert "churn-model-90 (ended)" in text
     assert "churn-model-0 (ended)" not in text
     assert "gpu 2 4.00 32.00 256.00 4.00" in text
     assert "Total 7 41.50 107.00 506.00 4.00" in text
-    assert "This page created the cluster" in text
+    assert "The web UI created this cluster" in text
 
 
 async def test_without_a_port_for_dashboards_the_page_has_no_links_to_them():
@@ -116,7 +116,7 @@ async def test_the_page_shows_the_first_of_many_sessions_and_starting_ones_befor
     async with served(clusters) as ask:
         text = await text_of(ask("clusters/big"))
     assert "801 more sessions run" in text
-    assert "waiting for room" in text
+    assert "queued" in text
 
 
 @pytest.mark.parametrize("name", ["<b>", "a b", "100%", 'x"y', "ü", "a?b#c"])

@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass
 class Server:
-    """The page, and a client of its API."""
+    """The web UI, and a client of its API."""
 
     clusters: ProjectClusters
     access: Access
@@ -151,7 +151,7 @@ async def serving():
 
 
 def on_page(test):
-    """Make a test of a coroutine function: ``server`` is the page in the simulated world ``it``."""
+    """Make a test of a coroutine function: ``server`` is the web UI in the simulated world ``it``."""
     wanted = inspect.signature(test).parameters
 
     @functools.wraps(test)
@@ -168,7 +168,7 @@ def on_page(test):
 
 
 def leave(name, **options):
-    """Create a cluster on the platform of the page that lives without its creator, and leave it."""
+    """Create a cluster on the platform of the web UI that lives without its creator, and leave it."""
     return create_and_leave(name=name, platform=None, **options)
 
 
@@ -176,7 +176,7 @@ def running(cluster):
     return cluster["status"] == "running" and cluster["n_arrived"] == cluster["n_workers"]
 
 
-# -- clusters of the page
+# -- clusters of the web UI
 
 
 async def test_a_cluster_is_created_described_and_deleted(server, platform):
@@ -594,7 +594,7 @@ async def test_json_that_a_program_calls_a_form_is_read_and_not_parsed_as_a_form
 
 
 async def dashboard_of(server, name="night"):
-    """Return the address of a cluster's dashboard, for the page's host."""
+    """Return the address of a cluster's dashboard, for the web UI's host."""
     link = (await server.get(f"/api/clusters/{name}"))["dashboard"]
     assert link.startswith(f"//127.0.0.1:{server.dashboards.port}/")
     return link
@@ -615,7 +615,7 @@ async def test_dashboards_use_a_separate_port_and_need_no_token(server):
     assert page.headers["Referrer-Policy"] == "no-referrer"
     assert not page.headers.get_list("Set-Cookie")
     assert (await ask(path)).headers["Location"] == "status"
-    # Neither the page's port nor another secret leads to it.
+    # Neither the web UI's port nor another secret leads to it.
     assert (await server.ask("GET", "/clusters/night/dashboard/status")).status == 404
     stranger = day.split("/")[3]
     for secret in (stranger, "x", "\xe9", server.access.token):
@@ -669,7 +669,7 @@ def sent(method, headers):
 
 
 async def test_the_pages_of_a_dashboard_cannot_change_clusters(session):
-    """CML's ingress may change the Host header, so only the Origin header names the page."""
+    """CML's ingress may change the Host header, so only the Origin header names the web UI."""
     for port, own in ((8100, ""), (session, "read-only-")):
         guard = Access(port).guard
         for prefix in ("", "read-only-"):
@@ -798,7 +798,7 @@ async def test_a_cluster_without_keys_is_shown_by_its_files_and_can_only_be_dele
     for path, body in (("scale", {"n": 2}), ("adapt", {"minimum": 1})):
         answer = await server.post(f"/api/clusters/open/{path}", **body)
         assert answer.status == 503
-        assert answer.json["error"].startswith("cluster 'open' has no keys, so this page cannot tell it")
+        assert answer.json["error"].startswith("cluster 'open' has no keys, so the web UI cannot tell it")
     [cluster] = creator.clusters
     assert not server.clusters.observed[store.read("open").id].cluster
     assert (await server.ask("DELETE", "/api/clusters/open")).status == 200
@@ -920,7 +920,7 @@ async def test_a_cluster_belongs_to_the_user_who_created_it(server):
 
 
 async def xsrf(server, headers):
-    """Return the headers with the XSRF token of the page."""
+    """Return the headers with the XSRF token of the web UI."""
     answer = await server.ask("GET", "/", token=False, **headers)
     [cookie] = [cookie for cookie in answer.headers.get_list("Set-Cookie") if "xsrf" in cookie]
     name, _, value = cookie.partition(";")[0].partition("=")
@@ -930,10 +930,10 @@ async def xsrf(server, headers):
 @pytest.mark.parametrize(
     ("headers", "words"),
     [
-        ({"Host": "evil.example"}, "The page refuses requests for host 'evil.example'"),
-        ({"Origin": "https://evil.example"}, "The page refuses requests from pages of 'https://evil"),
-        ({"Origin": "https://100%"}, "The page refuses requests from pages of 'https://100%'"),
-        ({"Origin": "null"}, "The page refuses requests from pages of 'null'"),
+        ({"Host": "evil.example"}, "The web UI refuses requests for host 'evil.example'"),
+        ({"Origin": "https://evil.example"}, "The web UI refuses requests from pages of 'https://evil"),
+        ({"Origin": "https://100%"}, "The web UI refuses requests from pages of 'https://100%'"),
+        ({"Origin": "null"}, "The web UI refuses requests from pages of 'null'"),
     ],
 )
 async def test_requests_for_other_hosts_and_from_other_origins_are_refused(server, headers, words):

@@ -1,4 +1,4 @@
-"""The page of ``dask cml serve`` in Chromium: a real server with real clusters."""
+"""The web UI of ``dask cml serve`` in Chromium: a real server with real clusters."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def worker_sessions(cluster):
 @provokes(
     "Cluster launched … of … workers",
     "Cluster launches no new workers",
-    "Cluster waiting for room",
+    "Cluster has sessions queued",
     "Worker lost: it did not connect",
     "Worker lost: it never connected",
 )
@@ -369,7 +369,7 @@ def test_the_page_lists_the_messages_about_workers_that_do_not_connect(platform,
         until(lambda: not cluster.workers)
         platform.configure(quota={"sessions": 1}, over_quota="wait")
         cluster.scale(1)
-        until(lambda: "waiting for room" in log_of(cluster))
+        until(lambda: "queued" in log_of(cluster))
         seen.append(log_of(cluster))
 
 

@@ -116,7 +116,7 @@ def ended_keys():
 
 
 def waiting():
-    """Return the sessions that wait for room, as the record has them."""
+    """Return the queued sessions, as the record has them."""
     return {id: each for id, each in store.read("mine").launches.items() if each.waits}
 
 

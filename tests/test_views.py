@@ -101,7 +101,7 @@ def test_each_session_has_a_row_with_its_status_and_time(clock):
     assert display.rows() == [
         ("c-0", "id0", "connected", "3 min"),
         ("c-1", "id1", "running", "3 min"),
-        ("c-2", "id2", "waiting for room, 3 min", "3 min"),
+        ("c-2", "id2", "queued for 3 min", "3 min"),
         ("c-3", "", "not launched yet", ""),
     ]
 
@@ -112,7 +112,7 @@ def test_many_sessions_are_counted_in_one_row(clock):
     display = start_display(running + waiting, connected=[f"c-{n}" for n in range(500)])
     *rows, last = display.rows()
     assert [row[0] for row in rows] == [f"c-{n}" for n in range(11)]
-    assert last == ("919 more", "", "489 connected, 400 running, 30 waiting for room", "")
+    assert last == ("919 more", "", "489 connected, 400 running, 30 queued", "")
 
 
 # -- the display

@@ -1,4 +1,4 @@
-"""Sessions that wait for room: none is called failed or launched twice, all is told, and they come."""
+"""Queued sessions: none is called failed or launched twice, all is told, and they come."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ async def test_six_workers_where_one_has_room(platform, room, holds):
             worker.since -= timedelta(hours=1)
         for _ in range(3):
             await cluster
-        assert "workers=1 (5 waiting for room, 60 min)" in repr(cluster)
-        assert "5 waiting for room, 60 min" in cluster._repr_html_()
-        assert cluster._repr_html_().count("waiting for room, 60 min") == 6
+        assert "workers=1 (5 queued for 60 min)" in repr(cluster)
+        assert "5 queued for 60 min" in cluster._repr_html_()
+        assert cluster._repr_html_().count("queued for 60 min") == 6
         # The files are written later.
         text = await listed(cluster.name, status="running", workers=1, waiting=5)
-        assert "1 (5 waiting for room, " in text
-        await holds(lambda: "waiting for room for" in log_of(cluster))
-        [n] = re.findall(r"waiting for room for (\d+) of 6 worker sessions", log_of(cluster))
+        assert "1 (5 queued for " in text
+        await holds(lambda: "worker sessions queued" in log_of(cluster))
+        [n] = re.findall(r"has (\d+) of 6 worker sessions queued", log_of(cluster))
         assert 1 <= int(n) <= 5  # those that had waited long enough when the line was logged
         assert "failed" not in log_of(cluster)
         assert {session.id for session in cluster.sessions} == before
@@ -112,7 +112,7 @@ async def test_workers_that_are_earlier_than_a_scheduler_that_waits_for_room_con
     platform, starting, room, holds
 ):
     cluster, start = starting
-    assert re.search(r", scheduler waiting for room, \d+ s, starting\)", repr(cluster))
+    assert re.search(r", scheduler queued for \d+ s, starting\)", repr(cluster))
     room(2)
     await start
     await holds(lambda: arrived(cluster) == 1)
@@ -122,7 +122,7 @@ async def test_workers_that_are_earlier_than_a_scheduler_that_waits_for_room_con
 async def test_a_scheduler_that_waits_for_room_is_listed_so(starting):
     cluster, _ = starting
     text = await listed(cluster.name, status="starting", waiting=2)
-    assert "starting, waiting for room, " in text
+    assert "starting, queued for " in text
 
 
 @simulated
@@ -153,7 +153,7 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
 async def test_the_reason_of_a_wait_is_told_once_with_what_helps(it):
     it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
     async with clusters.simulate(name="lab", n_workers=1) as cluster:
-        await eventually(lambda: "waiting for room for 1 of 1 worker sessions" in log_of(cluster))
+        await eventually(lambda: "has 1 of 1 worker sessions queued" in log_of(cluster))
         [worker] = cluster.workers.values()
         for used in (50, 51):
             it.platform.set(worker.session_id, k8sMessage=f"exceeded quota: pods, used: pods={used}")

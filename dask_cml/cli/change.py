@@ -114,7 +114,7 @@ def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
 
 
 def _present(cluster: CMLCluster, n: int, group: str) -> str:
-    """Return in words how many of n worker sessions are connected, and how many wait for room."""
+    """Return in words how many of n worker sessions are connected, and how many are queued."""
     words = f"{len(cluster.arrived(group))} of {_n_workers(n, group)} connected"
     queued = waiting_workers(cluster.waits(group))
     return f"{words}, {queued}" if queued else words

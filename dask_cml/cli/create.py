@@ -1,4 +1,4 @@
-"""The commands that create clusters: ``dask cml create``, and ``serve`` with its page."""
+"""The commands that create clusters: ``dask cml create``, and ``serve`` with its web UI."""
 
 from __future__ import annotations
 
@@ -157,9 +157,9 @@ def create(new_name: str | None, **options: Any) -> None:
     default=0,
     help="Port of the dashboards on 127.0.0.1, outside of CML. Default: a free one.",
 )
-@click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
+@click.option("--open", "open_browser", is_flag=True, help="Open the web UI in a browser.")
 async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
-    """Serve a page of all clusters of the project.
+    """Serve a web UI of all clusters of the project.
 
     The command keeps the clusters that are created there. The command runs until Ctrl-C or SIGTERM, and
     then stops the clusters that it created. In CML, run it as an Application.
@@ -167,12 +167,12 @@ async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> No
     from dask_cml.serve.servers import serve as serve_page
 
     await serve_page(port, _print_link, open_browser, dashboard_port)
-    echo("The page is closed; the clusters created there are stopped.", err=True)
+    echo("The web UI is closed; the clusters created there are stopped.", err=True)
 
 
 def _print_link(link: str, behind_entry: bool) -> None:
     if behind_entry:
-        echo(f"The page listens at {link}, and CML forwards requests to it.")
+        echo(f"The web UI listens at {link}, and CML forwards requests to it.")
     else:
-        echo(f"Open the page: {link}")
+        echo(f"Open the web UI: {link}")
         echo("To stop it and the clusters created there, press Ctrl-C.", err=True)

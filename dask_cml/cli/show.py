@@ -43,7 +43,7 @@ async def list_clusters(as_json: bool) -> None:
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of a cluster's row, with the sessions that wait for room."""
+    """Return the cells of a cluster's row, with the queued sessions."""
     from dask.utils import format_bytes
 
     shown = row | {"age": format_duration(row["age"]), "tasks": None}

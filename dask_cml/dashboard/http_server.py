@@ -85,7 +85,7 @@ class LocalServer(HTTPServer):
             max_header_size=_MOST_HEADERS,
         )
         self._streams: list[IOStream] = []
-        # A connection that is carried to a dashboard needs two descriptors, and a page has two servers.
+        # A connection that is carried to a dashboard needs two descriptors, and the web UI has two servers.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = 500 if descriptors == resource.RLIM_INFINITY else min(500, max(descriptors // 8, 8))
         #: The port at 127.0.0.1.
@@ -166,7 +166,7 @@ class _Refused(RequestHandler):
         self._status, self._why = status, why
 
     def prepare(self) -> None:
-        """Answer with JSON, as the page's API does."""
+        """Answer with JSON, as the web UI's API does."""
         self.set_status(self._status)
         self.finish({"error": self._why})
 

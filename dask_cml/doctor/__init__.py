@@ -44,7 +44,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "versions": environment.versions,
         "image": environment.image,
         "dashboard": environment.dashboard,
-        "page": environment.page,
+        "web UI": environment.web_ui,
         "imports": functools.partial(environment.imports, timeout / 2),
         "gang scheduling": environment.gang_scheduling,
         "sidebar": environment.sidebar,

@@ -270,7 +270,7 @@ def dashboard() -> Finding:
     return Finding("ok", "What the dashboard needs is installed.")
 
 
-def page() -> Finding:
+def web_ui() -> Finding:
     """Check that the web server of `dask cml serve` has no known holes."""
     from dask_cml.dashboard.http_server import known_holes
 
@@ -320,9 +320,9 @@ def gang_scheduling() -> Finding:
     if not os.environ.get(GANG):
         return Finding("ok", "No variable for Spark holds worker sessions back.")
     words = (
-        f"{GANG} is set, a variable for Spark: CML may hold each worker session back until there is room "
-        f"for several. dask-cml's own sessions get {NO_GANG}=true, which disables this. If they wait for "
-        f"room nevertheless, delete {GANG} from the project's variables."
+        f"{GANG} is set, a variable for Spark: CML may hold each worker session back until several can "
+        f"start together. dask-cml's own sessions get {NO_GANG}=true, which disables this. If they stay "
+        f"queued nevertheless, delete {GANG} from the project's variables."
     )
     return Finding("warning", words)
 

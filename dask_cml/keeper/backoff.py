@@ -143,7 +143,7 @@ class Backoff:
     def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
         """Return how many of `n` sessions to ask for, given how many the platform launched lately.
 
-        After ``cml.quota-retry``, ask for one more than were launched. If sessions have waited for room for
+        After ``cml.quota-retry``, ask for one more than were launched. If sessions have been queued for
         longer than ``cml.quota-retry``, ask for no more than exist.
 
         Parameters
@@ -153,7 +153,7 @@ class Backoff:
         wanted : int
             Number of sessions that are wanted already.
         waits : collection of float
-            How long queued sessions have waited for room, in seconds.
+            How long queued sessions have waited, in seconds.
         """
         if any(waited > self._quota_pause for waited in waits):
             n = min(n, wanted)

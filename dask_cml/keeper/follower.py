@@ -60,7 +60,7 @@ class Follower:
         return self._groups.arrived(connected_names(self._cluster), group)
 
     def waits(self, group: str | None = None) -> list[float]:
-        """Return how long the queued worker sessions have waited for room, in seconds."""
+        """Return how long the queued worker sessions have waited, in seconds."""
         names = {*self._groups.workers(group)} - self.arrived(group)
         waits = [session.waits_for for session in self.sessions if session.name in names]
         return [seconds for seconds in waits if seconds is not None]

@@ -181,7 +181,7 @@ class Keeper:
         return queued + [name for name in absent if name not in queued]
 
     def waits(self, group: str | None = None) -> list[float]:
-        """Return how long the wanted workers that are queued have waited for room, in seconds."""
+        """Return how long the wanted workers that are queued have waited, in seconds."""
         return [worker.waits_for for worker in self._waiting(group) if worker.waits_for is not None]
 
     def _waiting(self, group: str | None = None) -> list[CMLWorker]:
@@ -278,7 +278,7 @@ class Keeper:
         shortage: str | None = None
         has_started = False
         try:
-            # The scheduler's session first: where sessions wait for room, workers could take its room.
+            # The scheduler's session first: in a queue, workers could take its place.
             await scheduler.launch()
             # Only now: as soon as the workers are launched, the platform counts them as used.
             if asking is not None and asking.done():
@@ -699,7 +699,7 @@ class Keeper:
         self._events.append({"action": action, "session": session, **fields})
 
     def _log_states(self) -> None:
-        """Note which sessions wait for room, and which run."""
+        """Note which sessions are queued, and which run."""
         for worker in self.wanted():
             state = "running" if worker.is_known_to_run else None
             if worker.waits_for is not None:
@@ -715,7 +715,7 @@ class Keeper:
         if waiting:
             n_wanted = len(self._groups.workers())
             reason = next(filter(None, (worker.reason for worker in waiting)), "")
-            line = f" waiting for room for {len(waiting)} of {n_wanted} worker sessions"
+            line = f" has {len(waiting)} of {n_wanted} worker sessions queued"
             # The platform may tell the reason later, and in words that change.
             lines["reason" if reason else "room"] = f"{line}: {reason}" if reason else line
         restarts = {restart.number: str(restart) for restart in board.restarts}

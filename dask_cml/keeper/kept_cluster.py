@@ -299,7 +299,7 @@ class KeptCluster(SpecCluster):
         board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, self._api)
         check_new(options)  # only now it is known that no running cluster is to be connected to
-        if not record.maker.serves:  # the page creates clusters for several users
+        if not record.maker.serves:  # the web UI creates clusters for several users
             self._name_others()
         await asyncio.to_thread(self._write_files, files)
         self._set_place(replace(self.place, record=record.id, security=security))
@@ -677,7 +677,7 @@ class KeptCluster(SpecCluster):
         return self._role.arrived(group)
 
     def waits(self, group: str | None = None) -> list[float]:
-        """Return how long the queued worker sessions have waited for room, in seconds."""
+        """Return how long the queued worker sessions have waited, in seconds."""
         return self._role.waits(group)
 
     def target(self, group: str = DEFAULT_GROUP) -> int:

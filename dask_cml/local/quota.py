@@ -1,4 +1,4 @@
-"""The quota of all sessions together, and the sessions that wait for room in it."""
+"""The quota of all sessions together, and the queued sessions in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure(quota: Mapping[str, float] | None = None, over_quota: str = _REFUS
         The most that all running sessions may use together, of "cpu", "memory" (GiB), "nvidia_gpu" and
         "sessions". None: no limit.
     over_quota : {"refuse", "wait"}
-        Whether a launch over quota is refused, or its session stays ``scheduling`` until there is room:
+        Whether a launch over quota is refused, or its session stays ``scheduling`` until the quota allows it:
         other sessions end, or the quota grows. The oldest session comes first. Releases of CML differ in
         this.
 

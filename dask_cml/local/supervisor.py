@@ -62,7 +62,7 @@ class Supervisor:
         return self.start() or self.wait()
 
     def is_admitted(self) -> bool:
-        """Return whether the session may start: it was not refused, and has not to wait for room."""
+        """Return whether the session may start: it was not refused, and is not queued."""
         from dask_cml.local import platform  # which has supervisors
 
         if self.session["waits"]:

@@ -122,7 +122,7 @@ async def describe(
         Name, address for clients, status, problem, workers, Dask workers by worker group, threads, memory in
         bytes, idle time in seconds (None: there are tasks), bounds of the groups that adapt, the user who
         created it, age in seconds, when it ends, dashboard, the scheduler's own address, the number of
-        sessions that wait for room, and the longest wait in seconds, or None. The status is "running",
+        queued sessions, and the longest wait in seconds, or None. The status is "running",
         "starting", "not answering" or "stale"; see :func:`liveness.judge`.
     """
     records = [*records]
@@ -164,7 +164,7 @@ def status_of(record: Record, finding: Finding) -> str:
 
 
 def _waiting(record: Record) -> dict[str, float | None]:
-    """Describe the sessions that wait for room, as far as their keeper has recorded it."""
+    """Describe the queued sessions, as far as their keeper has recorded it."""
     times = [launch.launched for launch in record.launches.values() if launch.waits]
     return {"waiting": len(times), "waiting_for": max(0.0, time.time() - min(times)) if times else None}
 

@@ -84,7 +84,7 @@ class Maker:
     user : str or None
         The user's name.
     serves : bool or None
-        Whether it is the page of ``dask cml serve``. A later page keeps the clusters of one that was killed.
+        Whether it is the web UI of ``dask cml serve``. A later one keeps the clusters of one that was killed.
     """
 
     host: str
@@ -103,7 +103,7 @@ class Maker:
         user : str, optional
             For whom it acts. Default: whoever runs it.
         serves : bool
-            Whether it is the page of ``dask cml serve``.
+            Whether it is the web UI of ``dask cml serve``.
         """
         process = psutil.Process()
         started, session = process.create_time(), this_session()
@@ -249,7 +249,7 @@ class Record:
     scheduler : SchedulerState
         What the scheduler has written.
     launches : mapping of str to Launch
-        The sessions that run or wait for room, by id, the oldest first.
+        The running and queued sessions, by id, the oldest first.
     ended : mapping of str to Launch
         The sessions that have ended, if they were read, too.
     folder : Path

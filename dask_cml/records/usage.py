@@ -127,7 +127,7 @@ def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
 def usage_of(record: Record, now: float) -> Usage:
     """Return the usage of a cluster.
 
-    A session counts from its launch or, if it waited for room, from the end of its wait. It counts until it
+    A session counts from its launch or, if it was queued, from the end of the queue. It counts until it
     was stopped or found to have ended. If the record still lists it, it counts until now.
 
     Parameters

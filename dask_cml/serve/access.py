@@ -60,14 +60,14 @@ class Access:
     Parameters
     ----------
     port : int
-        The port of the page.
+        The port of the web UI.
     """
 
     port: int
     token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
 
     def __post_init__(self) -> None:
-        self.guard = HostGuard("The page", self.port)
+        self.guard = HostGuard("The web UI", self.port)
         #: The users who may change clusters. None: those to whom CML grants write access.
         self._users: tuple[str, ...] | None = setting("serve.users")
         #: Why a user may not change clusters, for users.
@@ -78,7 +78,7 @@ class Access:
         )
         #: The cookie's name. It contains the port, because browsers send cookies to all ports of a host.
         self.cookie = f"dask-cml-{self.port}"
-        #: The path below which users with the token see the page. Browsers send the cookie with the token
+        #: The path below which users with the token see the web UI. Browsers send the cookie with the token
         #: only below this path: at another port of this machine, another user's program may listen.
         self.path = f"/{hmac.new(self.token.encode(), b'path', 'sha256').hexdigest()[:32]}"
         ports = {os.environ.get(variable) for variable in SERVED_PORTS}
@@ -125,7 +125,7 @@ class Handler(RequestHandler):
         self.dashboards = self.settings["dashboards"]
 
     def set_default_headers(self) -> None:
-        """Stop other sites from embedding the page, and the page from loading their content."""
+        """Stop other sites from embedding the web UI, and the web UI from loading their content."""
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("X-Frame-Options", "SAMEORIGIN")
         self.set_header("Referrer-Policy", "same-origin")

@@ -1,4 +1,4 @@
-"""The URLs and errors of the page's JSON API."""
+"""The URLs and errors of the web UI's JSON API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clusters of the project: the page keeps what users create on it, and observes the others."""
+"""The clusters of the project: the web UI keeps what users create in it, and observes the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ALLOWED = tuple(name for name in OPTION_NAMES if name not in SETTLED)
 
 
 class ServedCluster(CMLCluster):
-    """A cluster that a user creates on the page.
+    """A cluster that a user creates in the web UI.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ class ServedCluster(CMLCluster):
 
 
 class ProjectClusters(Observers):
-    """The clusters that users create on the page, and the other clusters of the project.
+    """The clusters that users create in the web UI, and the other clusters of the project.
 
-    The page keeps the clusters that were created there, also by an earlier page that was killed, and the
+    The web UI keeps the clusters that were created there, also by an earlier web UI that was killed, and the
     clusters that are meant to live without their creator. It only shows the other clusters.
 
     Parameters
@@ -81,7 +81,7 @@ class ProjectClusters(Observers):
         #: The usage of each running cluster at the last poll.
         self.usages: dict[str, Usage] = {}
         self.starts = StartTimes()
-        #: Why the page cannot create clusters, or None.
+        #: Why the web UI cannot create clusters, or None.
         self.problem: str | None = None
         try:
             load_platform(setting("platform"))
@@ -146,12 +146,12 @@ class ProjectClusters(Observers):
         observed = self.find(name)
         if observed.cluster is None and observed.record.security is None:
             raise CMLError(
-                f"cluster {name!r} has no keys, so this page cannot tell it from another program at its "
+                f"cluster {name!r} has no keys, so the web UI cannot tell it from another program at its "
                 "address: change it in the notebook that created it"
             )
         if observed.cluster is None or observed.cluster.status != Status.running:
             status = self._describe(observed)["status"]
-            what = "is not connected to this page yet" if status == "running" else f"is {status}"
+            what = "is not connected to the web UI yet" if status == "running" else f"is {status}"
             raise CMLError(f"cluster {name!r} {what}: try again later")
         return observed.cluster
 

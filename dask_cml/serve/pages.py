@@ -96,7 +96,7 @@ class NewClusterPage(Page):
 
 
 class NewCluster(ApiHandler):
-    """``/api/form``, for the page alone."""
+    """``/api/form``, for the web UI alone."""
 
     async def post(self) -> None:
         """Create the cluster of a completed form."""
@@ -202,7 +202,7 @@ ROUTES: list[Any] = [
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template of the page with values."""
+    """Fill a template of the web UI with values."""
     return _templates().get_template(f"{template}.html.j2").render(values)
 
 

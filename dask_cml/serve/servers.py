@@ -1,7 +1,7 @@
-"""Run the servers of ``dask cml serve`` until a signal stops them: the page, and the clusters' dashboards.
+"""Run the servers of ``dask cml serve`` until a signal stops them: the web UI, and the clusters' dashboards.
 
 The dashboards have a separate port, and so a separate origin. A scheduler controls the scripts of its
-dashboard. At the page's origin, these could act as the page's user. The links contain a secret for each
+dashboard. At the web UI's origin, these could act as the web UI's user. The links contain a secret for each
 cluster, so dashboards need no cookie.
 """
 
@@ -48,7 +48,7 @@ def port_of_session() -> int:
 def make_application(
     clusters: ProjectClusters, access: Access, dashboards: Dashboards | None
 ) -> LocalApplication:
-    """Return the page and its API.
+    """Return the web UI and its API.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Dashboards(LocalServer):
     clusters : ProjectClusters
         The clusters.
     access : Access
-        The page's access. In a CML session, the page and its dashboards use the two ports that CML serves.
+        The web UI's access. In a CML session, it and its dashboards use the two ports that CML serves.
     port : int
         The port outside of CML. Default: any free port.
 
@@ -105,7 +105,7 @@ class Dashboards(LocalServer):
     ) -> None:
         """Start to listen. Tornado calls this instead of ``__init__``."""
         self._key = secrets.token_bytes(32)
-        #: The host in the links. None for the host of the page.
+        #: The host in the links. None for the host of the web UI.
         self._host: str | None = None
         if access.behind_entry:
             self._host = served_hosts().get(_SECOND)
@@ -118,12 +118,12 @@ class Dashboards(LocalServer):
         super().initialize(application, local_socket(port))
 
     def link(self, request: HTTPServerRequest, name: str, id: str) -> str:
-        """Return the address of a cluster's dashboard, for the scheme of the page.
+        """Return the address of a cluster's dashboard, for the scheme of the web UI.
 
         Parameters
         ----------
         request : HTTPServerRequest
-            The request of the page's user.
+            The request of the web UI's user.
         name : str
             The name of the cluster.
         id : str
@@ -193,16 +193,16 @@ async def serve(
     open_browser: bool = False,
     dashboard_port: int = 0,
 ) -> None:
-    """Serve the page until SIGTERM, SIGINT or SIGHUP, and shut down the clusters that it created.
+    """Serve the web UI until SIGTERM, SIGINT or SIGHUP, and shut down the clusters that it created.
 
     Parameters
     ----------
     port : int, optional
         The port on 127.0.0.1. Default: the one that CML serves, or any free port.
     on_start : callable
-        Called when the page listens, with its link and whether requests come through CML's ingress.
+        Called when the web UI listens, with its link and whether requests come through CML's ingress.
     open_browser : bool
-        Whether to open the page in a browser. Default False.
+        Whether to open the web UI in a browser. Default False.
     dashboard_port : int
         The port of the dashboards. Default: the second one that CML serves, or any free port.
 

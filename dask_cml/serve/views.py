@@ -1,4 +1,4 @@
-"""Describe clusters as JSON, for the page and its API."""
+"""Describe clusters as JSON, for the web UI and its API."""
 
 from __future__ import annotations
 

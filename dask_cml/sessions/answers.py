@@ -127,7 +127,7 @@ def has_ended(session: SessionInfo) -> bool:
 
 
 def is_pending(session: SessionInfo) -> bool:
-    """Return whether a session has not started to run: it waits for room, or starts."""
+    """Return whether a session has not started to run: it is queued, or starts."""
     return session.get("status") in _PENDING
 
 

@@ -55,9 +55,9 @@ class Launch:
     size : SessionSize, optional
         Its size, if that is known.
     waits : bool
-        Whether it waits for room, or ended before it had room.
+        Whether it is queued, or ended in the queue.
     began : int, optional
-        If it has waited for room, the end of its wait.
+        If it was queued, the time at which it left the queue.
     ended : int, optional
         The time of its end.
     cause : str

@@ -27,7 +27,7 @@ from dask_cml.timing import timing
 from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
-#: Seconds in `scheduling` after which a session counts as waiting for room.
+#: Seconds in `scheduling` after which a session counts as queued.
 _WAITS_AFTER = 10.0
 
 
@@ -57,7 +57,7 @@ class Session:
         The id of the session with which it ends. None if that is unknown, or if it ends with no other
         session.
     waits_for : float or None
-        Time for which it has waited for room, in seconds. None if it does not wait.
+        Time for which it has been queued, in seconds. None if it is not queued.
     """
 
     id: str
@@ -230,7 +230,7 @@ class CMLProcess(ProcessInterface):
 
     @property
     def waits_for(self) -> float | None:
-        """Time for which the session has waited for room, in seconds. None if it does not wait yet."""
+        """Time for which the session has been queued, in seconds. None if it is not queued yet."""
         if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
             return None
         waited = time.monotonic() - self.launched_at
@@ -238,7 +238,7 @@ class CMLProcess(ProcessInterface):
 
     @property
     def is_scheduling(self) -> bool:
-        """Whether the session has no room yet, even for a moment."""
+        """Whether the platform has not started the session yet, even for a moment."""
         return not self._has_run and self.info.get("status") == "scheduling"
 
     @property

@@ -12,7 +12,9 @@ _OTHERS = "This object"
 _HEADINGS = {option.argument: option.heading for option in OPTIONS.values()}
 
 
-def group_parameters(app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+def group_parameters(
+    app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]
+) -> None:
     """Split the docstring's section of parameters into one for each heading."""
     if name != _CLASS:
         return
@@ -26,9 +28,7 @@ def group_parameters(app: Sphinx, what: str, name: str, documented: Any, options
         if line:
             section.append(line)
     lines[start:end] = [
-        line
-        for heading, section in sections.items()
-        for line in (heading, "-" * len(heading), *section, "")
+        line for heading, section in sections.items() for line in (heading, "-" * len(heading), *section, "")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Who uses a cluster: notebooks, the page, and commands, each a process of its own."""
+"""Who uses a cluster: notebooks, the web UI, and commands, each a process of its own."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _work(seconds: float, number: int) -> int:
 
 
 class Page(User):
-    """The page of all clusters, which shows them, and keeps those that are to live without their creator."""
+    """The web UI: shows all clusters, and keeps those that are to live without their creator."""
 
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
         super().__init__(world, name, crash)

@@ -395,7 +395,7 @@ class Episode:
             return ["no record"]
         found: list[str] = []
         live = {each.id: each.key for each in self.sessions("worker") if not each.stop_requested}
-        # A half-made session whose refusal was lost is listed like one that waits for room, for ever.
+        # A half-made session whose refusal was lost is listed like a queued one, for ever.
         runs = [key for each, key in live.items() if not self.platform.all[each].half_made]
         if Counter(map(_group_of, live.values())) != +Counter(wanted):
             found.append(f"sessions {sorted(live.values())}")
@@ -549,7 +549,7 @@ class Episode:
             for each in actor.under_way:
                 await self._until_done(each, f"what {actor.name} does")
             if isinstance(actor, Page):
-                await self._until_done(actor.close(), "the page's close()")
+                await self._until_done(actor.close(), "the web UI's close()")
             elif isinstance(actor, Notebook) and actor.cluster is not None:
                 await self._close(actor, actor.cluster)
             if isinstance(actor, Notebook) and actor.wrong:

@@ -218,7 +218,7 @@ class Weather:
 
 CALM = Weather()
 #: Of sessions: it runs but its program fails at once, or ends well at once; it runs and nothing is heard of
-#: it; it waits for room; it is listed late; its address is known late; it dies some time after it connected.
+#: it; it is queued; it is listed late; its address is known late; it dies some time after it connected.
 FATES = {
     "fails": 0.05,
     "succeeds": 0.04,

@@ -64,7 +64,7 @@ class SimulatedPlatform(PlannedFaults):
         What goes wrong, in addition to what is planned.
     """
 
-    #: Of sessions that wait for room there is no end; otherwise what exceeds the quota is refused.
+    #: Of queued sessions there is no end; otherwise what exceeds the quota is refused.
     waits_for_room = False
 
     def __init__(

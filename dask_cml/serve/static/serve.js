@@ -50,7 +50,7 @@ async function look() {
         seen = new Date();
         banner.hidden = true;
     } catch {
-        const words = `Connection lost. The page tries to reconnect. It shows the state at ${seen.toLocaleTimeString()}.`;
+        const words = `Connection lost. The web UI tries to reconnect. It shows the state at ${seen.toLocaleTimeString()}.`;
         if (banner.textContent !== words) banner.textContent = words;
         banner.hidden = false;
     }
