@@ -53,7 +53,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
         "age": 3 * 3600.0,
         "most_age": None,
         "ends": [],
-        "owner": "alice",
+        "by": "alice",
         "kept": True,
         "session_hours": 8.25,
         "tasks_done": 0,
@@ -76,7 +76,7 @@ def several() -> list[dict[str, Any]]:
             most_age=48 * 3600,
             session_hours=61.75,
         ),
-        cluster("etl", group(wanted=24, arrived=24), owner="bob", tasks_done=231100, session_hours=102.5),
+        cluster("etl", group(wanted=24, arrived=24), by="bob", tasks_done=231100, session_hours=102.5),
         cluster(
             "forecast",
             group(wanted=4, arrived=2),
@@ -114,7 +114,7 @@ def several() -> list[dict[str, Any]]:
             threads=None,
             memory=None,
             age=500000.0,
-            owner=None,
+            by=None,
             kept=False,
             tasks_done=None,
         ),
@@ -124,7 +124,7 @@ def several() -> list[dict[str, Any]]:
 def many(n: int = 50) -> list[dict[str, Any]]:
     return [
         cluster(
-            f"sweep-{i:02}", group(wanted=4 + i % 5, arrived=4), owner=("alice", "bob")[i % 2], age=600.0 * i
+            f"sweep-{i:02}", group(wanted=4 + i % 5, arrived=4), by=("alice", "bob")[i % 2], age=600.0 * i
         )
         for i in range(n)
     ]

@@ -915,7 +915,7 @@ async def test_a_cluster_belongs_to_the_user_who_created_it(server):
     more = await xsrf(server, writer)
     answer = await server.ask("POST", "/api/clusters", {"name": "night"}, token=False, **writer, **more)
     assert answer.status in (201, 202)
-    assert (await server.cluster("night"))["owner"] == "alice"
+    assert (await server.cluster("night"))["by"] == "alice"
     assert store.read("night").maker.user == "alice"
 
 

@@ -70,7 +70,7 @@ def unconnected(
         "created": record.created.isoformat(),
         "most_age": None,
         "age": record.age,
-        "owner": record.maker.user,
+        "by": record.maker.user,
         "ends": record.ends,
         "session_hours": None if usage is None else usage.total.hours,
         "status": status,
