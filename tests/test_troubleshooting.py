@@ -46,7 +46,7 @@ from dask_cml.records import operations, store
 from dask_cml.records.record import Maker
 from dask_cml.scheduler import lifetime
 from dask_cml.scheduler.health import Health
-from dask_cml.sessions import api_v2
+from dask_cml.sessions import api_v2, here
 from dask_cml.sessions.causes import find_cause
 from dask_cml.timing import timing
 
@@ -165,12 +165,23 @@ def test_the_page_lists_the_reasons_why_nothing_is_launched(platform, seen, monk
     with dask.config.set({"cml.api.retries": 1}):
         faults.inject("error", status=503, times=2)
         fails(seen, CMLError, make)
+        faults.inject("answer", status=401, times=2)
+        fails(seen, CMLError, make)
     faults.inject("error", status=403)
     fails(seen, CMLError, make)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
     faults.inject("key", seconds=600)
     fails(seen, CMLError, make)
     seen.append(f"Cluster night: {api_v2.shortage([(SessionSize(4, 16), 10)], {'cpu': 12.0})}")
+
+
+@provokes("CML ends session")
+def test_the_page_lists_the_limits_of_the_session(seen, monkeypatch):
+    monkeypatch.setattr(here, "_age", lambda: 86400.0)
+    monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
+    monkeypatch.setenv("IDLE_MAXIMUM_MINUTES", "60")
+    monkeypatch.setenv("SESSION_MAXIMUM_MINUTES", "10080")
+    seen.append(here.session_limits())
 
 
 @pytest.mark.slow
