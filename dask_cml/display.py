@@ -237,6 +237,8 @@ class StartDisplay:
             return f"{text} with {n} {noun}"
         if n == 1:
             return f"{text}; its worker connects when it has started"
+        if n_connected == 0:
+            return f"{text}; its {n} workers connect as they start"
         return f"{text}; {n_connected} of {n} workers connected, the others connect as they start"
 
 

@@ -1,7 +1,7 @@
-"""Take the pictures of JupyterLab and of the page in docs/images, of the real things on the local platform.
+"""Take the pictures of JupyterLab and of the web UI in docs/images, of the real things on the local platform.
 
 Run ``python docs/screenshots.py`` with what the tests need, and with Chromium. With the argument ``lab`` or
-``page`` it takes those pictures alone.
+``web`` it takes those pictures alone.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ from dask.distributed import Client
 from dask_cml import CMLCluster
 
 cluster = CMLCluster(
-    name="night", n_workers=3, cpu=2, memory=8
+    name="night", n_workers=3,
+    cpu=2, memory=8
 )
 client = Client(cluster)"""
 WORK = """\
 import dask.array as da
 
 x = da.random.random(
-    (12_000, 12_000), chunks=(1_000, 2_000)
+    (12_000, 12_000),
+    chunks=(1_000, 2_000)
 )
 y = (x + x.T).persist()
 y.std(axis=0).mean().compute()"""
 
 
 LIVE = ("scheduling", "starting", "running")
-#: The steps of the work on the page's cluster, and how many seconds each takes.
+#: The steps of the work on the web UI's cluster, and how many seconds each takes.
 STEPS = {"load": 0.3, "clean": 0.1, "features": 0.5, "fit": 0.8, "score": 0.2}
 
 
@@ -55,24 +57,25 @@ def main() -> None:
         os.environ["DASK_CML__STATE_DIRECTORY"] = f"{folder}/state"
         dask.config.refresh()
         testbed.set_up(Path(folder, "local"))
-        chosen = sys.argv[1:] or ["lab", "page"]
+        chosen = sys.argv[1:] or ["lab", "web"]
         if "lab" in chosen:
             take_lab(chrome, Path(folder, "jupyter"))
-        if "page" in chosen:
+        if "web" in chosen:
             with PageServer(Path(folder), variables={"CDSW_CREATOR": "alice"}) as server:
-                take_page(chrome, server)
+                take_web_ui(chrome, server)
 
 
 def take_lab(chrome: Any, folder: Path) -> None:
     with JupyterServer(folder, FACTORY, module="jupyterlab") as server:
-        context = chrome.new_context(viewport={"width": 1440, "height": 860})
+        # Small, so that the text is readable where the documentation shows the pictures.
+        context = chrome.new_context(viewport={"width": 1100, "height": 700}, device_scale_factor=1.5)
         lab = Page(context.new_page(), server)
         take_start(lab)
         take_sidebar(lab)
         take_widget(lab)
 
 
-def take_page(chrome: Any, server: PageServer) -> None:
+def take_web_ui(chrome: Any, server: PageServer) -> None:
     gpu = {"n-workers": 1, "cpu": 4, "memory": 16, "nvidia-gpu": 1}
     options = {"name": "churn-model", "n_workers": 2, "cpu": 2, "memory": 8, "worker_groups": {"gpu": gpu}}
     assert server.ask("POST", "api/clusters", options)[0] in (201, 202)
@@ -97,7 +100,7 @@ def take_page(chrome: Any, server: PageServer) -> None:
         page.locator("tbody", has_text="sweep").filter(has_text="running").wait_for()
         page.screenshot(path=IMAGES / "serve-list.png")
         page.set_viewport_size({"width": 1280, "height": 1600})
-        page.goto(f"{page.url}clusters/churn-model")
+        page.get_by_role("link", name="churn-model").click()
         page.locator("#dashboard summary").click()
         stream = Pane(page.frame_locator("#view iframe"))
         until(lambda: stream.coloured > 50_000)

@@ -117,19 +117,28 @@ def test_many_sessions_are_counted_in_one_row(clock):
 
 # -- the display
 
+STARTED = "Cluster c started in 0 s"
+
 
 @pytest.mark.parametrize(
-    ("has_started", "line"),
+    ("connected", "has_started", "line"),
     [
-        (True, "Cluster c started in 0 s; 1 of 2 workers connected, the others connect as they start"),
-        (False, ""),
+        ([], True, f"{STARTED}; its 2 workers connect as they start"),
+        (
+            ["c-2"],
+            True,
+            "Cluster c started in 0 s; 1 of 2 workers connected, the others connect as they start",
+        ),
+        (["c-2"], False, ""),
     ],
 )
-async def test_one_line_replaces_the_table_when_the_start_ends(holds, clock, monkeypatch, has_started, line):
+async def test_one_line_replaces_the_table_when_the_start_ends(
+    holds, clock, monkeypatch, connected, has_started, line
+):
     screen = Screen()
     monkeypatch.setattr("dask_cml.display.open_screen", lambda: screen)
     processes = [process(0, role="scheduler"), process(1, "running"), process(2, "running")]
-    display = start_display(processes, connected=["c-2"])
+    display = start_display(processes, connected=connected)
     showing = asyncio.create_task(display.run())
     await holds(lambda: len(screen.tables) > 1)
     assert screen.tables[0][0] == TITLE
