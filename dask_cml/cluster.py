@@ -97,7 +97,7 @@ class CMLCluster(KeptCluster):
     Parameters
     ----------
     n_workers : int, optional
-        Number of worker sessions launched with the cluster. Default 0.
+        Number of worker sessions to launch at first. Default 0.
     cpu : float, optional
         Virtual CPUs of a worker session. Default 1.
     memory : float or str, optional
@@ -109,8 +109,8 @@ class CMLCluster(KeptCluster):
     processes : int, optional
         Number of Dask workers in a worker session. Default: one for each GPU, or 1 without GPUs.
     memory_reserve : float or str, optional
-        Part of a worker session's memory that its Dask workers leave to the session's other processes, in
-        GiB, or a string such as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
+        Memory kept free for everything in a worker session except the Dask workers, in GiB, or a string such
+        as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
     scratch : float or str, optional
         Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Its Dask workers spill at
         most 80 % of it. ``"none"``: unlimited. Default ``"10 GB"``, as CML's.
@@ -150,8 +150,8 @@ class CMLCluster(KeptCluster):
         A running cluster keeps its options. As with :meth:`from_name`, :meth:`close` shuts it down, but it
         keeps running after the ``with`` block or the process, unless ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
-        True: TLS with the cluster's own keys, which clients, other processes and ``dask cml`` find. False:
-        anyone who reaches the scheduler can use the cluster. A Security: your own keys. Default True.
+        If True (default), encrypt with keys made for this cluster; clients find them automatically. If
+        False, anyone who can reach the scheduler can use it. Pass a Security to use your own keys.
     pending_timeout : float or str, optional
         Time limit for the scheduler's session to leave the queue and start, in seconds, or a string such as
         ``"15 minutes"``. Default 15 minutes. Worker sessions have no such limit.
@@ -173,8 +173,8 @@ class CMLCluster(KeptCluster):
         Whether to stop all sessions when this object is closed or its process exits. If False, the cluster
         keeps running until the CML session that launched it ends. Default True.
     forward_dashboard : bool, optional
-        Whether this machine forwards the dashboard on a local port, which ``dashboard_link`` then names.
-        Default False.
+        Whether to serve the dashboard on a local port, and point ``dashboard_link`` at it, for programs that
+        cannot log in to CML. Default False.
     platform : {"auto", "local"}, optional
         Platform that launches sessions. ``"auto"`` is CML. ``"local"`` is for laptops and tests. Default
         ``"auto"``.
@@ -185,7 +185,7 @@ class CMLCluster(KeptCluster):
     silence_logs : int, str or False
         Logging level below which this process shows none of Dask's logs. Default ``logging.WARNING``.
     quiet : bool
-        Whether to print no messages about the sessions. Default False.
+        If True, print nothing about sessions. Default False.
 
     Raises
     ------
@@ -339,7 +339,7 @@ class CMLCluster(KeptCluster):
         silence_logs : int, str or False
             Logging level below which this process shows none of Dask's logs. Default ``logging.WARNING``.
         quiet : bool
-            Whether to print no messages about the sessions. Default False.
+            If True, print nothing about sessions. Default False.
 
         Raises
         ------
@@ -445,7 +445,7 @@ class CMLCluster(KeptCluster):
         Adaptive: type[Adaptive] = CMLAdaptive,
         **kwargs: Any,
     ) -> Adaptive:
-        """Scale a worker group by the tasks that need it.
+        """Scale a worker group automatically with its workload.
 
         Parameters
         ----------
@@ -568,7 +568,8 @@ class CMLCluster(KeptCluster):
         Parameters
         ----------
         name : str
-            Name of the group: letters, digits, ``_`` and ``-``. The names of its Dask workers contain it.
+            Name of the group: words of letters, digits and ``_``, joined by ``-``, such as ``gpu`` or
+            ``big-mem``. The names of its Dask workers contain it.
         n_workers : int
             Number of worker sessions to launch. Default 0.
         cpu : float, optional

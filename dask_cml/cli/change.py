@@ -238,8 +238,8 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
 async def prune() -> None:
     """Delete dead clusters, and skip clusters that may be alive.
 
-    A cluster is dead if the platform lists its scheduler's session as ended, or if its scheduler has been
-    silent for two minutes.
+    A cluster is dead if CML lists its scheduler's session as ended, or if its scheduler neither answers nor
+    has written its file for two minutes.
     """
     from dask_cml.records import operations
 

@@ -75,7 +75,8 @@ def _cluster_options(grouped: bool) -> dict[click.Parameter, str]:
 def _option(option: Option, grouped: bool) -> click.Option:
     key, kind, text = option.key, option.kind, option.description.replace("`", "")
     if kind == "array":
-        text = f'{text} Quote them as one argument: --{key} "--option 1".'
+        example = "dask cuda worker" if key == "worker-command" else "--option 1"
+        text = f'{text} Quote it as one argument: --{key} "{example}".'
     elif kind == "object":
         text = f"{text} May be given more than once."
     if key == "worker-groups":
