@@ -213,7 +213,7 @@ class StartDisplay:
         rows = [self._row(process, connected) for process in processes[:n]]
         if others := processes[n:]:
             statuses = [self._row(process, connected)[2] for process in others]
-            counts = Counter(status.partition(",")[0] for status in statuses)  # without the time
+            counts = Counter(status.partition(" for ")[0] for status in statuses)  # without the time
             summary = ", ".join(f"{n} {status}" for status, n in counts.most_common())
             rows.append((f"{len(others)} more", "", summary, ""))
         return rows

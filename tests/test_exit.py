@@ -348,9 +348,12 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
             assert error is None
         def end_now(self, timeout):
             together.wait(60)
-            if self is clusters[0]:  # as from outside, where the main thread gets them
+            # As from outside, where the main thread gets them. Python handles none that comes while the main
+            # thread is about to wait for a lock.
+            while self is clusters[0] and not both.is_set():
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                both.wait(1)
             both.wait(60)
             os.write(1, b"ended\\n")
             raise OSError("no answer")
@@ -365,7 +368,8 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
     returned, out, err = Program(code).ends()
     assert (returned, out) == (0, "ended\n" * 4)
     wait = "Shutting down mine, mine, mine, mine first: please wait"
-    assert sorted(err.splitlines()) == [wait] * 2 + ["no answer"] * 4
+    assert {*err.splitlines()} == {wait, "no answer"}
+    assert err.count("no answer") == 4
 
 
 def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):

@@ -161,7 +161,7 @@ async def test_the_reason_of_a_wait_is_told_once_with_what_helps(it):
         await eventually(lambda: "OVERRIDE_PODQUOTA" in log_of(cluster))
         await asyncio.sleep(30.0)
         [line] = [line for line in clusters.lines_of(cluster) if "exceeded" in line]
-        assert re.search(r"worker sessions: exceeded quota: pods, .* use fewer, larger workers", line)
+        assert re.search(r"worker sessions queued: exceeded quota: pods, .* use fewer, larger workers", line)
         it.platform.configure()
         await eventually(lambda: arrived(cluster) == 1)
 
