@@ -1,4 +1,4 @@
-"""Show the parameters of ``CMLCluster`` below the headings that its options have elsewhere."""
+"""Show the parameters of ``CMLCluster`` below the headings of its options, and no state of its parts."""
 
 import re
 from typing import Any
@@ -8,6 +8,8 @@ from sphinx.application import Sphinx
 from dask_cml.options.table import OPTIONS
 
 _CLASS = "dask_cml.CMLCluster"
+#: Classes whose attributes belong to the keeper.
+_PARTS = ("dask_cml.CMLScheduler", "dask_cml.CMLWorker")
 _OTHERS = "This object"
 _HEADINGS = {option.argument: option.heading for option in OPTIONS.values()}
 
@@ -15,7 +17,9 @@ _HEADINGS = {option.argument: option.heading for option in OPTIONS.values()}
 def group_parameters(
     app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]
 ) -> None:
-    """Split the docstring's section of parameters into one for each heading."""
+    """Split the section of parameters into one for each heading."""
+    if name in _PARTS and "Attributes" in lines:
+        del lines[lines.index("Attributes") :]
     if name != _CLASS:
         return
     start = lines.index("Parameters")
