@@ -191,6 +191,7 @@ async def test_websockets_of_other_pages_are_refused(port):
         ("https://READ-ONLY-abc123.ml.example.com", True),
         ("https://hub.example.com", True),
         ("http://localhost:9000", True),
+        ("https://workers.ml.example.com", True),  # where CML says that it serves the session
         (None, True),
         ("https://other.ml.example.com", False),  # another user's session, to which browsers are logged in
         ("https://abc123.ml.example.com.evil.org", False),
@@ -204,7 +205,7 @@ async def test_the_schedulers_own_dashboard_opens_websockets_for_pages_of_its_se
     monkeypatch.setenv("CDSW_DOMAIN", "ML.example.com")
     monkeypatch.setenv(HOSTS, "x.example.com,Hub.example.com")
     async with Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as running:
-        protect(running)
+        protect(running).allow("https://workers.ml.example.com/")
         more = {"Host": "abc123.ml.example.com", "Origin": origin, "Upgrade": "websocket"}
         for path in "/eventstream", "/status/ws":
             status, words = await ask(running.http_server.port, path=path, **more)

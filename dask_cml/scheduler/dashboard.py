@@ -15,7 +15,7 @@ from dask_cml.layout import HOSTS
 from dask_cml.sessions.here import served_hosts
 
 
-class _ForeignSocket(Matcher):
+class ForeignSockets(Matcher):
     """Matches WebSockets that pages of other hosts open.
 
     By bokeh's own check, ``localhost.evil.example`` is ``localhost`` before bokeh 3.8.2 (CVE-2026-21883), and
@@ -26,7 +26,13 @@ class _ForeignSocket(Matcher):
         hosts = os.environ.get(HOSTS, "").split(",")
         self._hosts = {"127.0.0.1", "localhost", *map(str.lower, hosts), *served_hosts().values()} - {""}
 
+    def allow(self, url: str) -> None:
+        """Match no WebSockets of pages of this URL's host: CML may serve the session at another one."""
+        if host := urlsplit(url).hostname:
+            self._hosts.add(host)
+
     def match(self, request: HTTPServerRequest) -> dict[str, Any] | None:
+        """Return a mapping if a request is matched, else None."""
         origin = request.headers.get("Origin")
         if "Upgrade" not in request.headers or origin is None:
             return None
@@ -47,13 +53,15 @@ class _Refusal(RequestHandler):
         )
 
 
-def protect(scheduler: Scheduler) -> None:
-    """Refuse WebSockets of other hosts' pages, and remove pages that cost too much."""
+def protect(scheduler: Scheduler) -> ForeignSockets:
+    """Refuse WebSockets of other hosts' pages, and remove costly pages. Return what is refused."""
     application = scheduler.http_application
-    application.default_router.rules.insert(0, Rule(_ForeignSocket(), _Refusal))
+    refused = ForeignSockets()
+    application.default_router.rules.insert(0, Rule(refused, _Refusal))
     for part in getattr(application, "applications", ()):
         router = part.wildcard_router
         router.rules[:] = [rule for rule in router.rules if not _is_costly(rule.matcher)]
+    return refused
 
 
 def _is_costly(matcher: Any) -> bool:

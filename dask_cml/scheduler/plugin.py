@@ -70,6 +70,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         #: chosen another one, and the platform's URL leads to what another program serves.
         self._serves_dashboard = True
         self._app_url: str | None = None
+        #: The WebSockets that the dashboard refuses.
+        self.foreign_sockets: dashboard.ForeignSockets | None = None
         #: Set at the next change of the board.
         self._changed = asyncio.Event()
         self._retiring: set[asyncio.Future[Any]] = set()
@@ -269,6 +271,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._watchers.timeout = self._orphan_timeout = orphan_timeout
         if app_url is not UNSET:
             self._app_url = app_url
+            if self.foreign_sockets is not None:
+                self.foreign_sockets.allow(app_url)
         self._publish()
         return self._answer()
 
@@ -494,8 +498,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
     limit_handshakes()
-    dashboard.protect(scheduler)
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
+    plugin.foreign_sockets = dashboard.protect(scheduler)
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
     except FileNotFoundError:
