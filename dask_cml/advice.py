@@ -43,12 +43,12 @@ def for_shell(text: str, cluster: str) -> str:
     return _CONNECT.sub("", _CALL.sub(command, text)).replace("n_workers=0", "--n-workers 0")
 
 
-def for_page(text: str) -> str:
+def for_web_ui(text: str) -> str:
     """Return a message for the web UI, where a field for each worker group has its number of workers.
 
     Examples
     --------
-    >>> for_page("lab has no workers yet: call cluster.scale(n) or cluster.adapt()")
+    >>> for_web_ui("lab has no workers yet: call cluster.scale(n) or cluster.adapt()")
     'lab has no workers yet: set a number of workers'
     """
     text = re.sub(r" or cluster\.adapt\([^()]*\)", "", text)

@@ -169,7 +169,7 @@ class StartDisplay:
     Attributes
     ----------
     notice : str
-        A clause beside the title. Empty if there is none.
+        A clause after the title. Empty if there is none.
     """
 
     def __init__(

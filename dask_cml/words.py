@@ -43,6 +43,11 @@ def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.
     return ["  ".join([name.ljust(width), *map(align, cells, widths)]).rstrip() for name, *cells in rows]
 
 
+def shortened(line: str, most: int) -> str:
+    """Return a line of at most so many characters. An ellipsis stands for what is left out."""
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def first_line(text: str) -> str:
     r"""Return the first line of a text, without the announcement of a session's output.
 

@@ -165,9 +165,9 @@ async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> No
     The command keeps the clusters that are created there. The command runs until Ctrl-C or SIGTERM, and
     then stops the clusters that it created. In CML, run it as an Application.
     """
-    from dask_cml.serve.servers import serve as serve_page
+    from dask_cml.serve.servers import serve as serve_web_ui
 
-    await serve_page(port, _print_link, open_browser, dashboard_port)
+    await serve_web_ui(port, _print_link, open_browser, dashboard_port)
     echo("The web UI is closed; the clusters created there are stopped.", err=True)
 
 

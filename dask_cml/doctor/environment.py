@@ -272,16 +272,15 @@ def dashboard() -> Finding:
 
 def web_ui() -> Finding:
     """Check that the web server of `dask cml serve` has no known holes."""
-    from dask_cml.dashboard.http_server import known_holes
+    from dask_cml.dashboard.http_server import SAFE_TORNADO, known_holes
 
     holes = known_holes()
     if holes is None:
         return Finding("ok", "The web server of `dask cml serve` has no known security holes.")
-    if launches_sessions():  # beside another Tornado in the home folder, sessions may not start
+    if launches_sessions():  # with another Tornado in the home folder, sessions may not start
         return Finding("warning", f"{holes}. Before you run `dask cml serve`, choose a newer runtime.")
-    return Finding(
-        "warning", f"{holes}. `dask cml serve` needs it.", pip_command("install", "tornado>=6.5.5")
-    )
+    command = pip_command("install", f"tornado>={SAFE_TORNADO}")
+    return Finding("warning", f"{holes}. `dask cml serve` needs it.", command)
 
 
 def imports(timeout: float) -> Finding:

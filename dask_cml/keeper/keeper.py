@@ -608,11 +608,11 @@ class Keeper:
         """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
         record = await asyncio.to_thread(store.find_again, self._record) or self._record
         n = len([process for process in self.processes if not process.has_ended])
+        noun = "session" if n == 1 else "sessions"
         ends = f" They end {', or '.join(record.ends)}." if record.ends else ""
         return (
-            f"Until then, this process launches and stops no session. The cluster's {n} "
-            f"session{'s' * (n != 1)} and its tasks run on.{ends} To end them now, call cluster.close(): the "
-            "scheduler tells their programs to exit"
+            f"Until then, this process launches and stops no session. The cluster's {n} {noun} and its tasks "
+            f"run on.{ends} To end them now, call cluster.close(): the scheduler tells their programs to exit"
         )
 
     async def _find_losses(self) -> dict[str, Loss]:
@@ -716,8 +716,10 @@ class Keeper:
             n_wanted = len(self._groups.workers())
             reason = next(filter(None, (worker.reason for worker in waiting)), "")
             line = f" has {len(waiting)} of {n_wanted} worker sessions queued"
-            # The platform may tell the reason later, and in words that change.
-            lines["reason" if reason else "room"] = f"{line}: {reason}" if reason else line
+            if reason:  # the platform may tell it later, and in words that change
+                lines["queued, with a reason"] = f"{line}: {reason}"
+            else:
+                lines["queued"] = line
         restarts = {restart.number: str(restart) for restart in board.restarts}
         if board.problem and board.problem not in restarts.values():
             lines["memory"] = f": {board.problem}"

@@ -303,7 +303,7 @@ def _load(folder: Path) -> Record | None:
         except FileNotFoundError:
             return None
         except NotADirectoryError as error:
-            if error.filename != str(folder):  # files beside the folders are none of ours
+            if error.filename != str(folder):  # other files in the state directory are none of ours
                 report_ignored(error.filename, "it is not a folder")
             return None
         except (OSError, ValueError, RecursionError) as error:

@@ -72,18 +72,15 @@ class Health:
         """Note what a nanny says of its worker."""
         if topic == _MEMORY_TOPIC and isinstance(content, dict):
             self._ended_with[str(content.get("worker"))] = int(content.get("rss") or 0)
-            if len(self._ended_with) > _MOST_LAST:  # many sessions ended with their workers
-                del self._ended_with[next(iter(self._ended_with))]
+            _bound(self._ended_with)
         if topic == EXITED and isinstance(content, dict):
             self._exited[str(content.get("worker"))] = int(content.get("status") or 0)
-            if len(self._exited) > _MOST_LAST:
-                del self._exited[next(iter(self._exited))]
+            _bound(self._exited)
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
         """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
         self._last[name] = {**last, "address": address}
-        if len(self._last) > _MOST_LAST:
-            del self._last[next(iter(self._last))]
+        _bound(self._last)
 
     def last(self, name: str) -> dict[str, Any] | None:
         """Return what was known last of a Dask worker that has left."""
@@ -137,6 +134,12 @@ class Health:
     def restarts_to_json(self) -> list[dict[str, Any]]:
         """Return the restarts for a message."""
         return [asdict(restart) for restart in self.restarts]
+
+
+def _bound(noted: dict[str, Any]) -> None:
+    """Forget what was noted first: many sessions end with their workers, which never connect again."""
+    if len(noted) > _MOST_LAST:
+        del noted[next(iter(noted))]
 
 
 def _paused_words(paused: list[WorkerState]) -> str | None:

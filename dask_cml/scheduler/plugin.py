@@ -59,19 +59,22 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         The cluster's folder.
     number : int
         The number of this scheduler in its cluster.
+    foreign_sockets : ForeignSockets, optional
+        The WebSockets that the dashboard refuses.
     """
 
     name = NAME
     idempotent = True
 
-    def __init__(self, folder: Path, number: int = 0) -> None:
+    def __init__(
+        self, folder: Path, number: int = 0, foreign_sockets: dashboard.ForeignSockets | None = None
+    ) -> None:
+        self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
         #: Whether the dashboard listens at the port that the platform serves. If the port was taken, Dask has
         #: chosen another one, and the platform's URL leads to what another program serves.
         self._serves_dashboard = True
         self._app_url: str | None = None
-        #: The WebSockets that the dashboard refuses.
-        self.foreign_sockets: dashboard.ForeignSockets | None = None
         #: Set at the next change of the board.
         self._changed = asyncio.Event()
         self._retiring: set[asyncio.Future[Any]] = set()
@@ -271,8 +274,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._watchers.timeout = self._orphan_timeout = orphan_timeout
         if app_url is not UNSET:
             self._app_url = app_url
-            if self.foreign_sockets is not None:
-                self.foreign_sockets.allow(app_url)
+            if self._foreign_sockets is not None:
+                self._foreign_sockets.allow(app_url)
         self._publish()
         return self._answer()
 
@@ -498,8 +501,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
     limit_handshakes()
-    plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
-    plugin.foreign_sockets = dashboard.protect(scheduler)
+    foreign_sockets = dashboard.protect(scheduler)
+    plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), foreign_sockets)
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
     except FileNotFoundError:

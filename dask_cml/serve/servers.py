@@ -59,7 +59,7 @@ def make_application(
     dashboards : Dashboards or None
         Serves the dashboards of the clusters, if there is a port for them.
     """
-    return _PageApplication(
+    return _WebUIApplication(
         [*api.ROUTES, *metrics.ROUTES, *pages.ROUTES],
         clusters=clusters,
         access=access,
@@ -72,7 +72,7 @@ def make_application(
     )
 
 
-class _PageApplication(LocalApplication):
+class _WebUIApplication(LocalApplication):
     """Answers requests below the path of users with the token like others."""
 
     def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.sessions.here import this_owner
-from dask_cml.words import printable, printable_lines
+from dask_cml.words import printable, printable_lines, shortened
 
 #: The platform's information on a session.
 SessionInfo = Mapping[str, Any]
@@ -111,7 +111,7 @@ def in_words(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
     if not isinstance(error, CMLError):
         line = f"{type(error).__name__}: {line}".removesuffix(": ")
-    words = printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
+    words = printable(shortened(line, _LONGEST))
     if refuses_key(error):
         session = f"session {this_owner()}" if this_owner() else "this session"
         words = (

@@ -21,7 +21,7 @@ from dask_cml.cancellation import within
 from dask_cml.options.limits import Sessions
 from dask_cml.output import Logger
 from dask_cml.sessions.here import this_user
-from dask_cml.words import printable
+from dask_cml.words import printable, shortened
 
 logger = Logger(__name__)
 
@@ -72,8 +72,7 @@ def _reason(entry: Mapping[str, Any]) -> str:
     code = kubernetes.get("k8s_exit_code")
     if isinstance(code, int) and code:
         reason += f" (exit code {code})" if reason else f"exit code {code}"
-    line = printable(" ".join(reason.split()))
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    return shortened(printable(" ".join(reason.split())), _LONGEST)
 
 
 async def quota_left() -> dict[str, float]:

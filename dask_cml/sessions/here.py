@@ -18,7 +18,7 @@ import psutil
 from dask_cml.errors import NotOnCML
 from dask_cml.words import format_duration
 
-#: A project variable for Spark, by which the platform holds a session back until there is room for several,
+#: A project variable for Spark, by which the platform holds a session back until several can start,
 #: and the variable with which a session starts alone.
 GANG, NO_GANG = "ENV_GANG_MIN_MEMBER", "ENV_DISABLE_GANG_SCHEDULER"
 

@@ -119,7 +119,7 @@ class SessionLogs:
         """Return the paths of the logs: the cluster's own, the scheduler's, the workers' as launched."""
         try:
             files = os.listdir(self._scheduler.parent)
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for no path of any file
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have this path
             files = []
         first = {CLUSTER: self._own, SCHEDULER: self._scheduler}
         paths = {name: path for name, path in first.items() if path.name in files}
