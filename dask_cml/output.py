@@ -58,7 +58,7 @@ def _write_all() -> None:
                 _idle.set()
                 return
             function = _waiting.popleft()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # SystemExit of a log handler would end the thread
             function()
 
 

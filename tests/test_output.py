@@ -101,6 +101,17 @@ def test_no_word_is_lost_after_one_that_could_not_be_written(monkeypatch, capsys
     assert getattr(capsys.readouterr(), name[3:]) == "written\n"
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no logs"), SystemExit(1)])
+def test_no_word_is_lost_after_a_log_handler_that_raises_or_exits(capsys, error):
+    def emit():
+        raise error
+
+    output.write(emit)
+    output.say("written")
+    assert output.flush(60)
+    assert capsys.readouterr().out == "written\n"
+
+
 @pytest.mark.parametrize("make_logger", [output.get_logger, output.Logger])
 def test_nothing_that_is_said_or_logged_steers_a_terminal(capsys, make_logger):
     """A message, an argument, an exception and the error of a cluster may all have the text of a task."""

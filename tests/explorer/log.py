@@ -62,6 +62,18 @@ class CapturedLog(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None or isinstance(error, _EXPECTED):
             return
-        trace = "".join(traceback.format_exception(error))
-        if ours or "/dask_cml/" in trace:
+        if ours or _passes_through_ours(error):
+            trace = "".join(traceback.format_exception(error))
             self.tracebacks.append(f"{text}\n{trace}")
+
+
+def _passes_through_ours(error: BaseException | None) -> bool:
+    """Return whether code of dask-cml called what raised an error, or what caused it."""
+    while error is not None:
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename.endswith("/dask_cml/handshake.py"):
+                break  # Dask connects, and logs that a connection breaks without the time limit, too
+            if "/dask_cml/" in frame.filename:
+                return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -7,9 +7,11 @@ import gc
 import io
 import logging
 import tempfile
+import threading
 import traceback
 import warnings
 from pathlib import Path
+from unittest import mock
 
 from simulated.faults import Luck
 from simulated.world import World, world
@@ -20,7 +22,7 @@ from .schedule import schedule_of
 
 
 def play(seed: int) -> Outcome:
-    """Play the episode of a seed. What it raises is a violation, too."""
+    """Play the episode of a seed. An exception that it or a thread raises is a violation, too."""
     schedule = schedule_of(seed)
     outcomes = [Outcome()]
 
@@ -28,6 +30,10 @@ def play(seed: int) -> Outcome:
         episode = Episode(schedule, it)
         outcomes.append(episode.outcome)
         await episode.play()
+
+    def note_thread(ended: threading.ExceptHookArgs) -> None:
+        raised = traceback.format_exception(ended.exc_type, ended.exc_value, ended.exc_traceback)
+        outcomes[-1].violations.append("".join(raised))
 
     # What killed processes leave behind runs code when it is collected. Python 3.11 does not survive this
     # while it compiles code, as for the sessions' arguments.
@@ -39,6 +45,7 @@ def play(seed: int) -> Outcome:
             with (
                 contextlib.redirect_stdout(io.StringIO()),  # of commands
                 contextlib.redirect_stderr(io.StringIO()),  # of interrupted starts
+                mock.patch.object(threading, "excepthook", note_thread),
                 world(state, luck=Luck(seed), named=schedule.named) as run,
             ):
                 run(main)
