@@ -186,7 +186,7 @@ def _prepare_clients(address: str, security: Security | None, connection_args: d
     Dask registers a client after its first connection. So search for it repeatedly for some seconds.
     """
     connection = _connections[address] = object()
-    told: set[str] = set()
+    prepared: set[str] = set()
 
     def search(pause: float) -> None:
         if _connections[address] is not connection:  # a later connection has its own search
@@ -197,8 +197,8 @@ def _prepare_clients(address: str, security: Security | None, connection_args: d
                 client.rpc.connection_args = connection_args
             client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
             _connected.add(client)
-            if client.id not in told and client.status == "running":
-                told.add(client.id)
+            if client.id not in prepared and client.status == "running":
+                prepared.add(client.id)
                 _close_at_end(client, unquote(address))
         if pause <= _LAST_PAUSE:
             asyncio.get_running_loop().call_later(pause, search, 2 * pause)

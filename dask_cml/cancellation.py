@@ -39,7 +39,7 @@ def _drop_error(task: asyncio.Future) -> None:
 
 async def gather_or_cancel(*awaitables: Awaitable[Any]) -> list[Any]:
     """Do the same as ``asyncio.gather``, but if one fails, cancel the others and wait for their end."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -48,10 +48,10 @@ async def gather_or_cancel(*awaitables: Awaitable[Any]) -> list[Any]:
 
 async def first_of(*awaitables: Awaitable[Any]) -> Any:
     """Return the result of what ends first, or raise its error. Cancel the others, and wait for their end."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(each for each in tasks if each.done()).result()
+        return next(task for task in tasks if task.done()).result()
     finally:
         await cancel(*tasks)
 

@@ -280,15 +280,16 @@ def security(argument: str, value: Any) -> bool | Security:
 
 def names(argument: str, value: Any) -> tuple[str, ...]:
     """Check a list of names."""
-    if not _is_list(value) or not all(isinstance(each, str) and each for each in value):
-        raise TypeError(message(argument, value, 'a list of names, such as ["hub.example.com"]'))
+    expected = 'a list of names, such as ["hub.example.com"]'
+    if not _is_list_of_text(value) or "" in value:
+        raise TypeError(message(argument, value, expected))
     return tuple(map(_plain, value))
 
 
 def sections(argument: str, value: Any) -> tuple[str, ...]:
     """Check a list of top-level sections of Dask's configuration."""
     expected = 'a list of top-level sections of the configuration, such as ["sql"]'
-    if not _is_list(value) or not all(isinstance(each, str) for each in value):
+    if not _is_list_of_text(value):
         raise TypeError(message(argument, value, expected))
     for i, name in enumerate(value):
         top = name.split(".")[0]
@@ -299,6 +300,10 @@ def sections(argument: str, value: Any) -> tuple[str, ...]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return _is_list(value) and all(isinstance(text, str) for text in value)
 
 
 def command_line(argument: str, value: Any, refused: Refused) -> tuple[str, ...]:
@@ -407,7 +412,7 @@ def environment(argument: str, value: Any) -> dict[str, str]:
             raise ValueError(f"invalid {argument}: expected names of environment variables, got {shown!r}")
         if isinstance(content, (int, float)):
             raise TypeError(message(f"{argument}[{name!r}]", content, f'a string, such as "{content}"'))
-    return {_plain(name): _hidden_text(f"{argument}[{name!r}]", each) for name, each in value.items()}
+    return {_plain(name): _hidden_text(f"{argument}[{name!r}]", content) for name, content in value.items()}
 
 
 def resources(argument: str, value: Any, nvidia_gpu: int) -> dict[str, float]:
@@ -445,9 +450,9 @@ def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
     groups = {}
     for name, options in value.items():
         group = group_name(argument, name)
-        if not isinstance(options, Mapping) or not all(isinstance(each, str) for each in options):
+        if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
             raise TypeError(of_type(f"{argument}[{name!r}]", options, "a mapping of options"))
-        groups[group] = {key.replace("-", "_"): each for key, each in options.items()}
+        groups[group] = {option.replace("-", "_"): given for option, given in options.items()}
     return groups
 
 

@@ -50,7 +50,9 @@ async def _compare_all(records: Sequence[Record], timeout: float) -> list[Findin
     rows = await operations.describe(records, timeout, patience=timeout)
     comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
     findings = await asyncio.gather(*comparisons)
-    return [replace(each, name=f"cluster {row['name']}") for each, row in zip(findings, rows, strict=True)]
+    return [
+        replace(finding, name=f"cluster {row['name']}") for finding, row in zip(findings, rows, strict=True)
+    ]
 
 
 async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Finding:
@@ -84,7 +86,7 @@ async def _ask(record: Record, timeout: float) -> list[Versions]:
     own = await record.ask_scheduler("versions", timeout)
     workers = await record.ask_scheduler("broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
     try:
-        found = [each["packages"] for each in (own, *workers.values())]
+        found = [answer["packages"] for answer in (own, *workers.values())]
         return [{name: str(packages.get(name))[:50] for name in _SHARED} for packages in found]
     except (TypeError, KeyError, AttributeError):
         raise ValueError("its answer is invalid") from None
@@ -107,7 +109,7 @@ def compare(here: Versions, there: Sequence[Versions]) -> list[str]:
     """
     sentences = []
     for package in _SHARED:
-        found = Counter(each.get(package) for each in there)
+        found = Counter(versions.get(package) for versions in there)
         if {*found} != {here.get(package)}:
             counted = ", ".join(f"{version} in {n} process{'es' * (n != 1)}" for version, n in found.items())
             sentences.append(f"{package} is {here.get(package)} here, and {counted} of the cluster.")

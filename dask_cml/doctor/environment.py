@@ -115,7 +115,7 @@ def platform() -> Finding:
     except Exception as error:
         words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _MOST_CHARACTERS)
         return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
-    live = sum(not answers.has_ended(each) for each in listed)
+    live = sum(not answers.has_ended(session) for session in listed)
     words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
     return Finding("ok", f"{words} {file}")
 
@@ -192,7 +192,7 @@ def scratch() -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+    return next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
 
 
 def version(package: str) -> str | None:
@@ -208,13 +208,13 @@ def unmet(package: str, extra: str = "") -> dict[str, str]:
     from packaging.requirements import Requirement
 
     found = {}
-    for each in map(Requirement, metadata.requires(package) or ()):
-        there = version(each.name)
-        fits = there is not None and each.specifier.contains(there, prereleases=True)
-        applies = each.marker.evaluate({"extra": extra}) if each.marker else not extra
+    for needed in map(Requirement, metadata.requires(package) or ()):
+        there = version(needed.name)
+        fits = there is not None and needed.specifier.contains(there, prereleases=True)
+        applies = needed.marker.evaluate({"extra": extra}) if needed.marker else not extra
         if applies and not fits:
-            found[f"{each.name}{each.specifier}"] = (
-                f"{each.name} {f'{there} is' if there else 'is not'} installed"
+            found[f"{needed.name}{needed.specifier}"] = (
+                f"{needed.name} {f'{there} is' if there else 'is not'} installed"
             )
     return found
 
@@ -298,7 +298,7 @@ def imports(timeout: float) -> Finding:
     if not failed:
         return Finding("ok", f"Python can import {', '.join(names)}.")
     words = " ".join(f"{name} {version(name)} fails to import: {why}." for name, why in failed.items())
-    mending = [each for each in unmet("dask-cml", "notebooks") if each.startswith((*failed,))]
+    mending = [needed for needed in unmet("dask-cml", "notebooks") if needed.startswith((*failed,))]
     return Finding("warning", words, pip_command("install", *mending) if mending else None)
 
 

@@ -78,7 +78,7 @@ class Platform:
     def own_sessions(self) -> list[SessionInfo]:
         """Return the sessions that the calling session launched, the oldest first."""
         launcher = _calling_session()
-        return [state.public(each) for each in state.read_sessions() if each["launcher"] == launcher]
+        return [state.public(session) for session in state.read_sessions() if session["launcher"] == launcher]
 
     def stop(self, session_id: str) -> int:
         """Ask a session to stop, and return the HTTP status of the answer."""
@@ -124,7 +124,7 @@ def has_room(session_id: str) -> bool:
 
 def _present(sessions: Sequence[Session]) -> list[Session]:
     """Return the sessions that use the quota or wait for it."""
-    return [each for each in sessions if state.is_live(each) and not each["refused"]]
+    return [session for session in sessions if state.is_live(session) and not session["refused"]]
 
 
 def _calling_session() -> str:

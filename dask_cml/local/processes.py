@@ -34,9 +34,12 @@ def find(session_id: str, group: int | None = None) -> set[psutil.Process]:
             in_group = group is not None and group in (os.getpgid(pid), os.getsid(pid))
             if in_group or process.environ().get("CDSW_ENGINE_ID") == session_id:
                 found.add(process)
-    while descendants := {each for each in parents if parents[each] in {of.pid for of in found}} - found:
+    while True:
+        pids = {process.pid for process in found}
+        descendants = {child for child, parent in parents.items() if parent in pids} - found
+        if not descendants:
+            return found
         found |= descendants
-    return found
 
 
 def kill(session_id: str, group: int | None = None) -> None:

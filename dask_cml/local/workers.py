@@ -106,7 +106,7 @@ def launch_workers(
     --------
     >>> from dask_cml import local
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="print('hello')")
-    >>> session["id"] in [each["id"] for each in local.list_workers()]
+    >>> session["id"] in [listed["id"] for listed in local.list_workers()]
     True
     >>> answers = local.stop_workers(session["id"])
     """
@@ -173,16 +173,16 @@ def await_workers(
     >>> local.await_workers([], timeout_seconds=1)
     {'workers': [], 'failures': []}
     """
-    wanted = {each if isinstance(each, str) else each["id"] for each in ids}
+    wanted = {*_ids_of(ids)}
     goal = "succeeded" if wait_for_completion else "running"
     waited = 0.0
     while True:
-        found = [each for each in list_workers() if each["id"] in wanted]
-        good = [each for each in found if timeout_seconds and each["status"] == goal]
-        settled = {each["id"] for each in found if each["status"] in state.ENDED}
-        settled.update(each["id"] for each in good)
+        found = [session for session in list_workers() if session["id"] in wanted]
+        good = [session for session in found if timeout_seconds and session["status"] == goal]
+        settled = {session["id"] for session in found if session["status"] in state.ENDED}
+        settled.update(session["id"] for session in good)
         if settled == wanted or timeout_seconds <= waited:
-            return {"workers": good, "failures": [each for each in found if each not in good]}
+            return {"workers": good, "failures": [session for session in found if session not in good]}
         time.sleep(_POLL_INTERVAL)
         waited += _POLL_INTERVAL
 
@@ -213,14 +213,11 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
     204
     """
     if not ids:
-        mine = [each["id"] for each in list_workers()]
+        mine = [session["id"] for session in list_workers()]
         return stop_workers(*mine) if mine else None
 
     stop = platform.current().stop
-    return _in_threads(
-        lambda session_id: Response(stop(session_id)),
-        [each["id"] if isinstance(each, Mapping) else each for each in ids],
-    )
+    return _in_threads(lambda session_id: Response(stop(session_id)), _ids_of(ids))
 
 
 def shares_host_network() -> bool:
@@ -233,6 +230,11 @@ def shares_host_network() -> bool:
     True
     """
     return platform.current().shares_host_network
+
+
+def _ids_of(sessions: Iterable[str | Mapping[str, Any]]) -> list[str]:
+    """Return the ids of sessions that are given by their ids or as dicts."""
+    return [session if isinstance(session, str) else session["id"] for session in sessions]
 
 
 def _in_threads(function: Callable[[Any], T], arguments: Iterable[Any]) -> list[T]:

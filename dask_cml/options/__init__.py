@@ -100,7 +100,8 @@ class Options:
     platform: str
 
     def __repr__(self) -> str:
-        shown = [f"{each.argument}={getattr(self, each.argument)!r}" for each in ARGUMENTS if not each.secret]
+        names = [option.argument for option in ARGUMENTS if not option.secret]
+        shown = [f"{name}={getattr(self, name)!r}" for name in names]
         return f"Options({', '.join(shown)})"
 
     @property
@@ -142,7 +143,7 @@ class Options:
             value and what is expected. For the configuration, it contains the key and its origin.
         """
         check_keys()
-        given = {name: each for name, each in arguments.items() if each is not None} | dict(recorded or {})
+        given = {name: value for name, value in arguments.items() if value is not None} | dict(recorded or {})
         values: dict[str, Any] = {}
         for option in ARGUMENTS:
             name = option.argument
@@ -191,11 +192,13 @@ class Options:
             expected = f"one of {', '.join(GROUP_OPTIONS)}"
             raise ValueError(f"invalid option {unknown[0]} of a worker group: expected {expected}")
         values = {**vars(self), "n_workers": 0}
-        for option in (each for each in ARGUMENTS if each.grouped):
+        for option in ARGUMENTS:
+            if not option.grouped:
+                continue
             name = option.argument
             if given.get(name) is not None:
                 values[name] = option.checked(name, given[name], values)
-            elif any(values[each] != getattr(self, each) for each in option.needs):
+            elif any(values[needed] != getattr(self, needed) for needed in option.needs):
                 is_kept = option.default is not None or (name == "memory_reserve" and self._reserves_its_own)
                 values[name] = option.checked(name, values[name] if is_kept else None, values)
         return Options(**{**values, "env": {**self.env, **values["env"]}})
@@ -233,7 +236,8 @@ class Options:
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`read` restores these options, as JSON represents them."""
-        recorded = {each.argument: getattr(self, each.argument) for each in ARGUMENTS if each.recorded}
+        names = [option.argument for option in ARGUMENTS if option.recorded]
+        recorded = {name: getattr(self, name) for name in names}
         return json.loads(json.dumps(recorded))
 
     def sessions_for(self, n: int, memory: float | str | None = None, cores: float | None = None) -> int:
@@ -351,7 +355,8 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
         If an argument is unexpected.
     """
     parameters = inspect.signature(function).parameters.values()
-    known = [each.name for each in parameters if each.kind != each.VAR_KEYWORD and each.name != "self"]
+    named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    known = [parameter.name for parameter in named if parameter.name != "self"]
     known += sorted({*more} - {*known})
     for name in given:
         if name not in known:
@@ -360,6 +365,10 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
 
 def arguments_of(cls: type) -> set[str]:
     """Return the arguments of a class and of its base classes, to which it may pass them on."""
-    inits = [vars(each)["__init__"] for each in cls.__mro__[:-1] if "__init__" in vars(each)]
-    parameters = [each for init in inits for each in inspect.signature(init).parameters.values()]
-    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    found = set()
+    for base in cls.__mro__[:-1]:
+        if "__init__" in vars(base):
+            for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    found.add(parameter.name)
+    return found

@@ -95,7 +95,7 @@ def check_keys() -> None:
         if key in options:
             continue
         if isinstance(value, Mapping):
-            found += [(f"{key}.{str(name).replace('_', '-')}", each) for name, each in value.items()]
+            found += [(f"{key}.{str(name).replace('_', '-')}", nested) for name, nested in value.items()]
         elif any(option.startswith(f"{key}.") for option in options):
             raise TypeError(f"{of_type(key, value, 'a mapping')}, in {origin(key)}")
         else:
@@ -110,8 +110,10 @@ def origin(key: str) -> str:
     places |= {f"the file {path}": content for path, content in reversed([*files])}
     places["the defaults"] = DEFAULTS
     value = repr(dask.config.get(key, None))
-    same = (each for each in places if repr(dask.config.get(key, ..., config=places[each])) == value)
-    return next(same, "Dask's configuration")
+    for place, content in places.items():
+        if repr(dask.config.get(key, ..., config=content)) == value:
+            return place
+    return "Dask's configuration"
 
 
 def inherited(state_directory: Path) -> dict[str, str]:

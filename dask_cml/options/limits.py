@@ -42,7 +42,7 @@ def describe(name: str) -> str:
 
 
 def room(size: SessionSize, others: Sessions) -> tuple[float, str]:
-    """Return how many sessions of a size fit into the limits beside others, and the name of the limit.
+    """Return how many sessions of a size fit into the limits together with others, and the name of the limit.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def room(size: SessionSize, others: Sessions) -> tuple[float, str]:
     found: tuple[float, str] = (math.inf, "")
     for name, limit in limits().items():
         if name in _AMOUNTS and (amount := _amount(name, size)):
-            left = limit - sum(n * _amount(name, each) for each, n in others)
+            left = limit - sum(n * _amount(name, other) for other, n in others)
             found = min(found, (max(0, math.floor(left / amount + _TOLERANCE)), name))
     return found
 
@@ -103,7 +103,7 @@ def check_new(options: Options) -> None:
         argument = f"scheduler_{_AMOUNTS[name]}"
         raise ValueError(message(argument, getattr(options, argument), f"less, because {describe(name)}"))
     sessions = [(options.scheduler, 1)]
-    for group, each in {"": options, **options.groups()}.items():
+    for group, of_group in {"": options, **options.groups()}.items():
         where = f"worker_groups[{group!r}]." if group else ""
-        check_room(f"{where}n_workers", each.n_workers, each.worker, sessions)
-        sessions.append((each.worker, each.n_workers))
+        check_room(f"{where}n_workers", of_group.n_workers, of_group.worker, sessions)
+        sessions.append((of_group.worker, of_group.n_workers))

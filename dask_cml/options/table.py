@@ -74,11 +74,11 @@ class Option:
         if value is None and self.default is None and not self.needs:
             return None
         check = getattr(checks, self.check or self.kind)
-        return check(name, value, **self.bounds, **{each: values[each] for each in self.needs})
+        return check(name, value, **self.bounds, **{needed: values[needed] for needed in self.needs})
 
 
 def _read(properties: Mapping[str, Any], section: str = "", heading: str = "") -> Iterator[Option]:
-    known = {each.name for each in fields(Option)}
+    known = {field.name for field in fields(Option)}
     for name, about in properties.items():
         heading = about.get("heading", heading)
         if "properties" in about:

@@ -152,7 +152,7 @@ def _come_first(has_nanny: bool) -> None:
     chosen = {os.getpid()}
     if has_nanny:
         with contextlib.suppress(psutil.Error):
-            chosen |= {each.pid for each in psutil.Process(os.getppid()).children()}
+            chosen |= {child.pid for child in psutil.Process(os.getppid()).children()}
     for pid in chosen:
         with contextlib.suppress(OSError):  # not on this system, or it has ended
             Path(f"/proc/{pid}/oom_score_adj").write_text(_FIRST_CHOICE)
