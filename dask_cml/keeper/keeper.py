@@ -914,10 +914,7 @@ class Keeper:
         latest = await asyncio.to_thread(store.find_again, self._record) or record
         for session, key in latest.sessions.items():
             self._api.adopt(session, key)
-        try:
-            await self._stop({*self._api.live})
-        except CMLError as error:  # the step tries again
-            logger.warning("Old sessions of cluster %s not stopped yet: %s", self._name, error)
+        await self._stop({*self._api.live})  # the next step stops those that fail
         await self._journal.write(self.processes)
 
     def renew(self) -> None:
