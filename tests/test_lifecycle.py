@@ -123,7 +123,7 @@ async def test_the_name_of_a_dead_cluster_is_free_and_its_sessions_are_stopped(i
     record = store.read("made")
     it.platform.evict(record.scheduler.session)
     async with simulate(name="made") as cluster:
-        assert {*it.platform.running.values()} == {each.id for each in cluster.sessions}
+        assert {*it.platform.running.values()} == {session.id for session in cluster.sessions}
 
 
 @simulated
@@ -433,7 +433,7 @@ async def test_the_record_holds_every_session_and_is_its_owners_only(it):
         await eventually(lambda: len(store.read("recorded").sessions) == 3)
         file = state_directory() / "recorded" / RECORD_FILE
         assert file.stat().st_mode & 0o777 == 0o600
-        assert set(store.read("recorded").sessions) == {each.id for each in cluster.sessions}
+        assert set(store.read("recorded").sessions) == {session.id for session in cluster.sessions}
         cluster.scale(1)
         await eventually(lambda: len(store.read("recorded").sessions) == 2)
     assert store.records() == []

@@ -51,7 +51,7 @@ class Actor:
 
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
         self.world, self.name = world, name
-        session = "".join(each for each in name if each.isalnum()).lower()
+        session = "".join(character for character in name if character.isalnum()).lower()
         self.process: SimulatedProcess = world.process(name, {"CDSW_ENGINE_ID": f"{session:x<16}"[:16]})
         #: What it does.
         self.under_way: list[asyncio.Task[Any]] = []
@@ -237,7 +237,9 @@ class Page(User):
 
     @property
     def cluster(self) -> CMLCluster | None:
-        found = [each.cluster for each in self.observers.observed.values() if each.record.name == NAME]
+        found = [
+            observed.cluster for observed in self.observers.observed.values() if observed.record.name == NAME
+        ]
         return found[0] if found else None
 
     def close(self) -> asyncio.Task[Any]:

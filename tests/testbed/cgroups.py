@@ -113,7 +113,7 @@ def place(session_id: str) -> Path | None:
             parent = parent.parent
     except OSError:
         return None
-    if not all(os.access(each, os.W_OK) for each in (parent, parent / "cgroup.procs")):
+    if not all(os.access(path, os.W_OK) for path in (parent, parent / "cgroup.procs")):
         return None
     return parent / f"cml-{session_id}"
 
