@@ -1,4 +1,4 @@
-"""From the loss of the scheduler's session to N workers of another scheduler, beside a start."""
+"""From the loss of the scheduler's session to N workers of another scheduler, compared with a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forwarded dashboard beside the direct connection: requests at once, and open WebSockets.
+"""The forwarded dashboard compared with the direct connection: requests at once, and open WebSockets.
 
 The scheduler, the forwarder and the browser are processes of their own, as they are in use,
 though all on one machine.

@@ -167,7 +167,7 @@ def run(repeats: int = 1) -> Report:
 
 
 def plot(report: Report) -> None:
-    """Draw the peaks beside the limits."""
+    """Draw the peaks next to the limits."""
     fig, axes = figure(6, 2)
     worst = report.figures["shuffles"][0]
     shares = {

@@ -274,7 +274,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
 
 
 @simulated
-async def test_a_rotated_key_is_told_once_with_what_runs_on_and_how_it_ends(it, caplog):
+async def test_a_rotated_key_is_reported_once_with_what_runs_on_and_how_it_ends(it, caplog):
     async with simulate(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await eventually(lambda: complete(cluster, 1))
         spoil(it, "unauthorized", 3600.0)

@@ -226,7 +226,7 @@ def in_session(monkeypatch):
         ),
     ],
 )
-def test_the_limits_of_a_session_are_told_with_the_time_that_is_left(in_session, variables, words):
+def test_the_limits_of_a_session_are_reported_with_the_time_that_is_left(in_session, variables, words):
     in_session(**variables)
     assert here.session_limits() == f"CML ends {words}"
 
@@ -244,7 +244,7 @@ def test_the_limits_of_a_session_are_told_with_the_time_that_is_left(in_session,
         {IDLE: "60", "CDSW_ENGINE_ID": ""},
     ],
 )
-def test_nothing_is_told_of_limits_that_are_not_known(in_session, variables):
+def test_nothing_is_reported_of_limits_that_are_not_known(in_session, variables):
     in_session(**variables)
     assert here.session_limits() == ""
 

@@ -32,7 +32,7 @@ ENDED = "0123456789abcdef"
 
 @pytest.fixture
 def lab(platform, monkeypatch):
-    """The folder of a cluster that has died, beside an ended one, ``night``."""
+    """The folder of a cluster that has died, next to an ended one, ``night``."""
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     gone, scheduler = Maker("elsewhere", 1, 1.0, "gone"), SchedulerState(address="tls://127.0.0.1:9", id="S")
     keys = {"tls_ca_file": "/missing"}
@@ -205,7 +205,7 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize("odd", OF_CLUSTERS, ids=lambda odd: odd.__name__)
-def test_what_cannot_be_read_beside_a_cluster_is_named_once(lab, odd, caplog):
+def test_what_cannot_be_read_next_to_a_cluster_is_named_once(lab, odd, caplog):
     named = odd(lab)
     for _ in range(2):
         assert "lab" in [record.name for record in store.records()]
@@ -240,20 +240,20 @@ def test_commands_show_clusters_beside_something_odd(lab, odd):
 
 
 @odd_things
-def test_prune_deletes_a_dead_cluster_beside_something_odd(lab, odd):
+def test_prune_deletes_a_dead_cluster_next_to_something_odd(lab, odd):
     odd(lab)
     assert "lab deleted" in run("prune")
 
 
 @odd_things
-def test_the_doctor_examines_clusters_beside_something_odd(lab, odd):
+def test_the_doctor_examines_clusters_next_to_something_odd(lab, odd):
     odd(lab)
     findings = doctor.clusters.versions([], timeout=30)
     assert "cluster lab" in [finding.name for finding in findings]
 
 
 @odd_things
-async def test_the_page_and_the_sidebar_show_clusters_beside_something_odd(lab, odd, caplog):
+async def test_the_page_and_the_sidebar_show_clusters_next_to_something_odd(lab, odd, caplog):
     """The sidebar reads the records by the page's base class."""
     odd(lab)
     clusters = ProjectClusters(interval=0.01)

@@ -72,7 +72,7 @@ class Actor:
         return self.process.env["CDSW_ENGINE_ID"]
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do something beside the schedule. What a user may see as an error is none."""
+        """Do something alongside the schedule. What a user may see as an error is none."""
         task = self.process.start(self._as_user(coroutine))
         self.under_way.append(task)
         return task

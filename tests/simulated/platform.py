@@ -104,7 +104,7 @@ class SimulatedPlatform(PlannedFaults):
         return self.runner is not None
 
     def set(self, session_id: str, status: str | None = None, **values: Any) -> None:
-        """Set a session's status, its ``ip_address``, whether it is ``listed``, or any more that is told."""
+        """Set a session's status, its ``ip_address``, whether it is ``listed``, or what else is reported."""
         with self._lock:
             session = self.all[session_id]
             session.change(**values)
@@ -318,7 +318,7 @@ class SimulatedPlatform(PlannedFaults):
         return self.luck.refusal(session.key) if self.luck else None
 
     def exceeded(self, session: SimulatedSession) -> str | None:
-        """Return the resource of which there is not enough for a session, besides those before it."""
+        """Return the resource of which there is not enough for a session, in addition to those before it."""
         with self._lock:
             others = self.live_sessions if self.quota else []
             before = [
@@ -346,7 +346,7 @@ class SimulatedPlatform(PlannedFaults):
         return answer
 
     def _as_of(self, caller: str, texts: list[str], age: float) -> list[str]:
-        """Return what the caller was told some seconds ago, if it has asked then."""
+        """Return what the caller got some seconds ago, if it has asked then."""
         now, lists = time.monotonic(), self._lists.setdefault(caller, deque())
         lists.append((now, texts))
         while lists[0][0] < now - _HISTORY:

@@ -1,6 +1,6 @@
 """Memory cgroups: the kernel limits the memory of a session exactly, as a node limits that of a pod.
 
-The cgroup of a session is beside that of its launcher. Limits of the cgroups above apply, too.
+The cgroup of a session is next to that of its launcher. Limits of the cgroups above apply, too.
 """
 
 from __future__ import annotations
