@@ -91,7 +91,7 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
             if policy == "best":
                 cluster.scale(0)
         platform.wait_until_only(1)
-        sessions = [each for each in platform.all.values() if each.key != "scheduler"]
+        sessions = [session for session in platform.all.values() if session.key != "scheduler"]
         used = sum(map(seconds_of, sessions))
         left = len(platform.live) - 1
     return {

@@ -37,7 +37,7 @@ def one_run() -> dict[str, float]:
         if platform.live:
             raise RuntimeError(f"close() left {platform.live}")
     others = Platform(latency=LATENCY)
-    ids = [each["id"] for each in others.launch_workers(SESSIONS + 1, cpu=1, memory=1)]
+    ids = [session["id"] for session in others.launch_workers(SESSIONS + 1, cpu=1, memory=1)]
     begin = time.perf_counter()
     others.stop_workers(*ids)
     plain = time.perf_counter() - begin

@@ -30,7 +30,7 @@ def _make(megabytes: float, number: int) -> Any:
 
 
 def _size(*arrays: Any) -> int:
-    return sum(each.nbytes for each in arrays)
+    return sum(array.nbytes for array in arrays)
 
 
 def _increment(number: int) -> int:
@@ -111,8 +111,8 @@ def run(repeats: int = 9) -> Report:
         runs = [one_run(clients, turn) for turn in range(repeats)]
     logging.disable(logging.NOTSET)
     for what, unit in MEASURES:
-        speeds = {way: [each[what][way][0] for each in runs] for way in WAYS}
-        cpu = {way: [each[what][way][1] for each in runs] for way in WAYS}
+        speeds = {way: [run[what][way][0] for run in runs] for way in WAYS}
+        cpu = {way: [run[what][way][1] for run in runs] for way in WAYS}
         ratios, cpu_ratios = _ratios(speeds), _ratios(cpu)
         medians = [statistics.median(speeds[way]) for way in WAYS]
         report.rows.append([what, unit, *medians, *spread(ratios).values(), statistics.median(cpu_ratios)])

@@ -1,4 +1,4 @@
-"""From the loss of the scheduler's session to N workers of another scheduler, beside a start."""
+"""From the loss of the scheduler's session to N workers of another scheduler, compared with a start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(repeats: int = 3) -> Report:
                 for _ in range(repeats):
                     runs.append(one_run(n, platform))
                     end_all()
-                middle = {what: spread([each[what] for each in runs])["median"] for what in runs[0]}
+                middle = {what: spread([run[what] for run in runs])["median"] for what in runs[0]}
                 ratio = middle["failover"] / middle["start"]
                 report.rows.append((delay, n, middle["start"], middle["failover"], ratio))
                 figures.append({"delay": delay, "n": n, "runs": runs})
@@ -67,7 +67,7 @@ def plot(report: Report) -> None:
     for case in report.figures["cases"]:
         for what, colour in (("failover", "tab:blue"), ("start", "tab:grey")):
             name = f"{what}, N={case['n']}, sessions of {case['delay']} s"
-            values = [each[what] for each in case["runs"]]
+            values = [run[what] for run in case["runs"]]
             axes.barh(name, spread(values)["median"], color=colour)
             axes.plot(values, [name] * len(values), "|", color=MARK)
     axes.set_xlabel("seconds")

@@ -1,4 +1,4 @@
-"""The forwarded dashboard beside the direct connection: requests at once, and open WebSockets.
+"""The forwarded dashboard compared with the direct connection: requests at once, and open WebSockets.
 
 The scheduler, the forwarder and the browser are processes of their own, as they are in use,
 though all on one machine.
@@ -124,7 +124,7 @@ async def sockets(port: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     for pane in panes:
         pane.socket.close()
-    took = [each for answer in answers for each in answer]
+    took = [duration for answer in answers for duration in answer]
     return {
         "per second": len(took) / seconds,
         "median ms": statistics.median(took) * 1e3,
@@ -187,7 +187,7 @@ def run(repeats: int = 3) -> Report:
     runs = [one_run() for _ in range(repeats)]
     for what, ways in runs[0].items():
         for way, figures in ways.items():
-            medians = {key: statistics.median(each[what][way][key] for each in runs) for key in figures}
+            medians = {key: statistics.median(run[what][way][key] for run in runs) for key in figures}
             report.figures.setdefault(what, {})[way] = {
                 key: round(value, 3) for key, value in medians.items()
             }

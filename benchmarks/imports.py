@@ -13,7 +13,7 @@ _HELP = "import sys, dask.cli; sys.argv = ['dask', '--help']; dask.cli.run_cli()
 _HELP_WITHOUT = f"""
 import importlib.metadata, dask.cli
 found = importlib.metadata.entry_points
-without = lambda **group: [each for each in found(**group) if each.name != "cml"]
+without = lambda **group: [entry_point for entry_point in found(**group) if entry_point.name != "cml"]
 importlib.metadata.entry_points = dask.cli.entry_points = without
 {_HELP}
 """
@@ -44,7 +44,7 @@ def run(repeats: int = 9) -> Report:
     for _ in range(repeats):
         for name, program in PROGRAMS.items():
             times[name].append(seconds(program))
-    medians = {name: spread(each)["median"] for name, each in times.items()}
+    medians = {name: spread(values)["median"] for name, values in times.items()}
     names = [*PROGRAMS]
     for without, ours in zip(names[::2], names[1::2], strict=True):
         report.rows.append((f"`{without}`", medians[without], spread(times[without])["max"], ""))

@@ -49,18 +49,18 @@ def run(repeats: int = 5) -> Report:
     with contextlib.ExitStack() as stack:
         many, none = (Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2))
         refusing, silent = (stack.enter_context(socket.socket()) for _ in range(2))
-        for each in (refusing, silent):
-            each.bind(("127.0.0.1", 0))
+        for endpoint in (refusing, silent):
+            endpoint.bind(("127.0.0.1", 0))
         silent.listen(RECORDS)
         scheduler = stack.enter_context(LocalCluster(n_workers=1, processes=False, dashboard_address=None))
-        addresses = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (refusing, silent)]
+        addresses = [f"tcp://127.0.0.1:{endpoint.getsockname()[1]}" for endpoint in (refusing, silent)]
         write_records(many, scheduler, *addresses)
         times: dict[int, list[float]] = {0: [], RECORDS: []}
         for _ in range(repeats):
             times[0].append(seconds(none))
             times[RECORDS].append(seconds(many))
-    for n, each in times.items():
-        report.rows.append((str(n), spread(each)["median"], spread(each)["max"]))
+    for n, values in times.items():
+        report.rows.append((str(n), spread(values)["median"], spread(values)["max"]))
     report.figures = {"seconds": times}
     return report
 

@@ -47,7 +47,7 @@ def local_platform(**settings: Any) -> Iterator[tuple[ModuleType, Path]]:
 def end_all() -> None:
     """Stop what lives, and wait until its processes are gone."""
     deadline = time.monotonic() + 30
-    while live := [each["id"] for each in testbed.list_workers() if each["status"] not in _ENDED]:
+    while live := [session["id"] for session in testbed.list_workers() if session["status"] not in _ENDED]:
         if time.monotonic() > deadline:
             raise RuntimeError(f"sessions do not end: {live}")
         testbed.stop_workers(*live)

@@ -124,7 +124,11 @@ def shuffle() -> dict[str, Any]:
             begin = time.perf_counter()
             frame = dd.from_map(part, range(_PARTITIONS)).persist()
             wait(frame)
-            shuffled = frame.shuffle("key").map_partitions(lambda each: each.groupby("key").sum()).persist()
+            shuffled = (
+                frame.shuffle("key")
+                .map_partitions(lambda partition: partition.groupby("key").sum())
+                .persist()
+            )
             groups = len(shuffled)
             seconds = time.perf_counter() - begin
             usage = cluster.usage()["default"]
@@ -149,13 +153,13 @@ def run(repeats: int = 1) -> Report:
         (f"{role}, idle (MB)", memory[role] / 1e6, "-") for role in ("kernel", "nanny", "worker", "scheduler")
     ]
     runs = [shuffle() for _ in range(repeats)]
-    worst = {name: max(each[name] for each in runs) for name in ("session", "worker", "scratch", "seconds")}
+    worst = {name: max(run[name] for run in runs) for name in ("session", "worker", "scratch", "seconds")}
     first = runs[0]
     report.rows += [
         ("Dask worker in a shuffle (GiB)", worst["worker"] / GIB, first["worker limit"] / GIB),
         ("session in a shuffle (GiB)", worst["session"] / GIB, MEMORY),
         ("scratch space in a shuffle (GB)", worst["scratch"] / GB, SCRATCH),
-        ("lost sessions", sum(sum(each["lost"].values()) for each in runs), "-"),
+        ("lost sessions", sum(sum(run["lost"].values()) for run in runs), "-"),
         (f"seconds, {first['data'] / GB:.1f} GB", worst["seconds"], "-"),
     ]
     report.figures = {"idle": memory, "shuffles": runs}
@@ -163,7 +167,7 @@ def run(repeats: int = 1) -> Report:
 
 
 def plot(report: Report) -> None:
-    """Draw the peaks beside the limits."""
+    """Draw the peaks next to the limits."""
     fig, axes = figure(6, 2)
     worst = report.figures["shuffles"][0]
     shares = {

@@ -97,7 +97,7 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "seconds of GPU tasks": round(gpu_seconds, 2),
         "launched": dict(launched),
-        "session seconds": {group: round(each) for group, each in used.items()},
+        "session seconds": {group: round(session_seconds) for group, session_seconds in used.items()},
         "left": left,
     }
 
@@ -129,11 +129,11 @@ def run(repeats: int = 1, at_once: int = 4) -> Report:
             for policy in POLICIES:
                 runs = results[workload, delay, policy]
                 middle = {
-                    key: statistics.median(each[key] for each in runs)
+                    key: statistics.median(run[key] for run in runs)
                     for key in ("seconds", "seconds of GPU tasks")
                 }
                 by_group = {
-                    (key, group): statistics.median(each[key].get(group, 0) for each in runs)
+                    (key, group): statistics.median(run[key].get(group, 0) for run in runs)
                     for key in ("launched", "session seconds")
                     for group in MAXIMUM
                 }

@@ -88,9 +88,9 @@ def run(repeats: int = 1) -> Report:
         ["workers", "CPU a worker", "times that of the smallest", "longest hold of the event loop"],
     )
     runs = [measure("benchmarks.register", "keeper", n) for n in COUNTS for _ in range(repeats)]
-    least = min(each["ms of CPU a worker"] for each in runs if each["n"] == COUNTS[0])
+    least = min(run["ms of CPU a worker"] for run in runs if run["n"] == COUNTS[0])
     for n in COUNTS:
-        best = min((each for each in runs if each["n"] == n), key=lambda each: each["ms of CPU a worker"])
+        best = min((run for run in runs if run["n"] == n), key=lambda run: run["ms of CPU a worker"])
         cpu = best["ms of CPU a worker"]
         report.rows.append((n, f"{cpu:.1f} ms", f"{cpu / least:.2f}", f"{best['busy stall'] * 1000:.0f} ms"))
     report.figures = {"runs": runs}
@@ -101,10 +101,10 @@ def plot(report: Report) -> None:
     """Draw the CPU time by the number of workers."""
     fig, axes = figure(6, 3)
     runs = report.figures["runs"]
-    axes.plot([each["n"] for each in runs], [each["ms of CPU a worker"] for each in runs], "o-")
+    axes.plot([run["n"] for run in runs], [run["ms of CPU a worker"] for run in runs], "o-")
     axes.set_xlabel("workers")
     axes.set_ylabel("ms of CPU a worker")
-    axes.set_ylim(0, 1.2 * max(each["ms of CPU a worker"] for each in runs))
+    axes.set_ylim(0, 1.2 * max(run["ms of CPU a worker"] for run in runs))
     save_figure(fig, report.name)
 
 

@@ -105,7 +105,7 @@ def figure(width: float = 8, height: float = 4, rows: int = 1) -> tuple[Any, Any
 
 
 def save_figure(figure: Any, name: str, images: Path | None = None) -> None:
-    """Write a plot into the documentation if a page shows it, or else beside the results."""
+    """Write a plot into the documentation if a page shows it, or else next to the results."""
     images = images or (IMAGES if name in SHOWN else RESULTS)
     images.mkdir(parents=True, exist_ok=True)
     for axes in figure.axes:

@@ -141,7 +141,8 @@ def run(repeats: int = 3) -> Report:
                 runs.setdefault(f"{kind} {n}", []).append(measure("benchmarks.scale", kind, n))
     # The median run of each, by the time it took to launch.
     middle = {
-        key: sorted(each, key=lambda r: r["launch"]["seconds"])[len(each) // 2] for key, each in runs.items()
+        key: sorted(case_runs, key=lambda r: r["launch"]["seconds"])[len(case_runs) // 2]
+        for key, case_runs in runs.items()
     }
     for n in COUNTS:
         for phase in ("launch", "steady", "stop"):
@@ -149,8 +150,10 @@ def run(repeats: int = 3) -> Report:
                 figures = middle[f"{kind} {n}"].get(phase)
                 if figures is None:
                     continue
-                each = runs[f"{kind} {n}"]
-                stalls = [1000 * max(r[phase].get(key, 0.0) for r in each) for key in ("stall", "busy stall")]
+                case_runs = runs[f"{kind} {n}"]
+                stalls = [
+                    1000 * max(r[phase].get(key, 0.0) for r in case_runs) for key in ("stall", "busy stall")
+                ]
                 report.rows.append(
                     (
                         f"{phase}, {kind}",
@@ -174,10 +177,10 @@ def plot(report: Report) -> None:
     for n in COUNTS:
         for phase in ("launch", "stop"):
             for kind in ("plain", "cluster"):
-                each = runs[f"{kind} {n}"]
+                case_runs = runs[f"{kind} {n}"]
                 labels.append(f"{phase} {n:,}\n{kind}")
-                seconds.append(sorted(r[phase]["seconds"] for r in each)[len(each) // 2])
-                cpu.append(sorted(r[phase]["cpu"] for r in each)[len(each) // 2])
+                seconds.append(sorted(r[phase]["seconds"] for r in case_runs)[len(case_runs) // 2])
+                cpu.append(sorted(r[phase]["cpu"] for r in case_runs)[len(case_runs) // 2])
     colours = ["tab:grey", "tab:blue"] * (len(labels) // 2)
     axes.bar(labels, seconds, color=colours)
     axes.bar(labels, cpu, color="tab:orange", width=0.4, label="of that, CPU")

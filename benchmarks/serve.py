@@ -170,7 +170,11 @@ def wait_until_complete(viewer: Viewer) -> float:
     begin = time.monotonic()
     while True:
         clusters = json.loads(viewer.get("/api/clusters")[1])["clusters"]
-        complete = [each for each in clusters if (each["status"], each["n_arrived"]) == ("running", WORKERS)]
+        complete = [
+            cluster
+            for cluster in clusters
+            if (cluster["status"], cluster["n_arrived"]) == ("running", WORKERS)
+        ]
         if len(complete) == CLUSTERS:
             return time.monotonic() - begin
         if time.monotonic() - begin > _PATIENCE:
@@ -215,7 +219,7 @@ def measure(page: Page, folder: Path, n: int) -> dict[str, Any]:
         got = [now - then for now, then in zip(counts(folder), before, strict=True)]
         viewer = Viewer(page)
         polls = {path: [viewer.get(path)[0] for _ in range(_POLLS)] for path in _PATHS}
-    per_minute = [60 * each.total() / seconds for each in got]
+    per_minute = [60 * counter.total() / seconds for counter in got]
     total = sum(got, Counter())
     by_name = {name: 60 * count / seconds / len(got) for name, count in total.items()}
     return {
@@ -223,7 +227,7 @@ def measure(page: Page, folder: Path, n: int) -> dict[str, Any]:
         "requests": statistics.mean(per_minute),
         "most requests": max(per_minute),
         "by name": {name: round(n, 1) for name, n in sorted(by_name.items())},
-        "polls": {path: [round(each, 5) for each in times] for path, times in polls.items()},
+        "polls": {path: [round(duration, 5) for duration in times] for path, times in polls.items()},
     }
 
 
@@ -257,10 +261,10 @@ def run(repeats: int = 1) -> Report:
             asyncio.run(operations.end_all(store.records()))
             for name in environment:
                 del os.environ[name]
-    for n, each in runs.items():
-        middle = sorted(each, key=lambda run: run["cpu"])[len(each) // 2]
+    for n, case_runs in runs.items():
+        middle = sorted(case_runs, key=lambda run: run["cpu"])[len(case_runs) // 2]
         polls = [1000 * statistics.median(middle["polls"][path]) for path in _PATHS]
-        most = max(run["most requests"] for run in each)
+        most = max(run["most requests"] for run in case_runs)
         report.rows.append((str(n), *polls, 100 * middle["cpu"], middle["requests"], most))
     report.figures = {
         "clusters": CLUSTERS,

@@ -98,7 +98,7 @@ class Platform(SimulatedPlatform):
 
         address = await asyncio.to_thread(scheduler_address, command)
         given = dict(pairwise(command))
-        offered = (each.split("=") for each in given.get("--resources", "").split())
+        offered = (pair.split("=") for pair in given.get("--resources", "").split())
         worker = Worker(
             address,
             name=session.key,

@@ -105,7 +105,9 @@ def log_of(cluster: CMLCluster) -> str:
 def live(platform: ModuleType) -> list[dict[str, Any]]:
     """Return the sessions that run and are not being stopped."""
     return [
-        each for each in platform.sessions() if each["status"] == "running" and not each["stop_requested"]
+        session
+        for session in platform.sessions()
+        if session["status"] == "running" and not session["stop_requested"]
     ]
 
 
@@ -149,18 +151,18 @@ def write_record(record: Record) -> Path:
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
     launches = [*record.launches.values()]
-    facts = [fact(each.id, "waits") for each in launches if each.waits]
-    facts += [fact(each.id, "began", each.began) for each in launches if each.began]
+    facts = [fact(launch.id, "waits") for launch in launches if launch.waits]
+    facts += [fact(launch.id, "began", launch.began) for launch in launches if launch.began]
     store.write_sessions(record, launches, facts)
     return folder
 
 
 def launch(record: Record, *ids: str, key: str = "a-0", waiting=(), began=None, ended=None) -> None:
     """Write sessions into a record, as the keeper does that has launched them."""
-    facts = [fact(each, "waits") for each in waiting]
-    facts += [fact(each, "began", at) for each, at in (began or {}).items()]
-    facts += [fact(each, "ended", at, "") for each, at in (ended or {}).items()]
-    launched = [Launch(each, key, None, LAUNCHED) for each in ids]
+    facts = [fact(session_id, "waits") for session_id in waiting]
+    facts += [fact(session_id, "began", at) for session_id, at in (began or {}).items()]
+    facts += [fact(session_id, "ended", at, "") for session_id, at in (ended or {}).items()]
+    launched = [Launch(session_id, key, None, LAUNCHED) for session_id in ids]
     store.write_sessions(record, launched, facts)
 
 
@@ -171,7 +173,7 @@ def sign_of(name: str) -> Path:
 
 def end(record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
     """Write into a record that sessions have ended."""
-    store.write_sessions(record, [], [fact(each, "ended", at, "") for each in ids])
+    store.write_sessions(record, [], [fact(session_id, "ended", at, "") for session_id in ids])
 
 
 def write_scheduler(record: Record, folder: Path) -> None:

@@ -141,9 +141,9 @@ def local_platform() -> Iterator[None]:
         for thread in threading.enumerate():
             if thread.name == "cml-api":  # a call that hung until now may still write
                 thread.join(PATIENCE)
-        unclosed = [each.options.name for each in at_exit.unclosed() if each not in before]
-        leaked = [each for each in testbed.sessions() if each["status"] not in ENDED]
-        leaked = [each for each in leaked if not each["stop_requested"]]
+        unclosed = [cluster.options.name for cluster in at_exit.unclosed() if cluster not in before]
+        leaked = [session for session in testbed.sessions() if session["status"] not in ENDED]
+        leaked = [session for session in leaked if not session["stop_requested"]]
         processes = end_all(directory / "local")
         groups = cgroups_left()
         shutil.rmtree(directory)
@@ -155,7 +155,7 @@ def local_platform() -> Iterator[None]:
 
 def end_all(directory: Path) -> list[str]:
     """Stop all sessions, and return the processes that are left nevertheless."""
-    live = [each["id"] for each in testbed.sessions() if each["status"] not in ENDED]
+    live = [session["id"] for session in testbed.sessions() if session["status"] not in ENDED]
     if live:
         testbed.stop_workers(*live)
     deadline = time.monotonic() + PATIENCE
@@ -172,7 +172,7 @@ def end_all(directory: Path) -> list[str]:
 
 def cgroups_left() -> list[Path]:
     """Return the cgroups of this state directory's sessions."""
-    paths = [cgroups.place(each["id"]) for each in testbed.sessions()]
+    paths = [cgroups.place(session["id"]) for session in testbed.sessions()]
     return [path for path in paths if path and path.exists()]
 
 

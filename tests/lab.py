@@ -430,7 +430,7 @@ class Pane:
 
 
 _COUNT = """
-(canvases, saturation) => canvases.filter(each => each.width && each.height).map(canvas => {
+(canvases, saturation) => canvases.filter(canvas => canvas.width && canvas.height).map(canvas => {
     const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     let n = 0;
     for (let i = 0; i < pixels.length; i += 4) {

@@ -242,7 +242,7 @@ def test_pip_installs_into_the_home_folder_and_changes_no_package_of_the_image(t
     done = subprocess.run([python, script], cwd=project, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     installed = metadata.distributions(path=[str(user_site_of(home))])
-    new = {each.name.lower().replace("_", "-") for each in installed}
+    new = {distribution.name.lower().replace("_", "-") for distribution in installed}
     assert {"dask-cml", "bokeh", "dask-labextension"} <= new
     assert new & image.keys() == set()
 
@@ -267,8 +267,8 @@ def launch(platform, task, **what):
     return platform.launch_workers(1, cpu=task["cpu"], memory=task["memory"], **what)[0]["id"]
 
 
-def status(platform, session):
-    return next(each["status"] for each in platform.sessions() if each["id"] == session)
+def status(platform, session_id):
+    return next(session["status"] for session in platform.sessions() if session["id"] == session_id)
 
 
 @pytest.mark.slow
@@ -277,13 +277,15 @@ def test_the_check_computes_on_a_cluster_within_the_default_quota(quota, amp, un
     monkeypatch.chdir(ROOT)
     task = tasks(amp, "run_session")[1]
     what = {"code": in_ipython("check.py")} if how == "IPython" else {"script": task["script"]}
-    session = launch(quota, task, **what)
-    until(lambda: status(quota, session) not in ("scheduling", "starting", "running"))
-    log = quota.log(session)
-    assert status(quota, session) == "succeeded", log
+    session_id = launch(quota, task, **what)
+    until(lambda: status(quota, session_id) not in ("scheduling", "starting", "running"))
+    log = quota.log(session_id)
+    assert status(quota, session_id) == "succeeded", log
     assert "dask-cml works: a cluster of one worker started, computed and shut down in" in log
     assert log.index("ok       platform") < log.index("dask-cml works")
-    assert all(each["status"] != "running" for each in quota.sessions() if not each["stop_requested"])
+    assert all(
+        session["status"] != "running" for session in quota.sessions() if not session["stop_requested"]
+    )
 
 
 def ask(port, path, body=None, method=None):
@@ -310,16 +312,16 @@ def test_the_application_serves_the_page_and_shuts_down_its_clusters_when_it_sto
     [task] = tasks(amp, "start_application")
     what = {"code": in_ipython("app.py")} if how == "IPython" else {"script": task["script"]}
     env = {"DASK_CML_SERVE_TOKEN": "token", "DASK_CML__SCHEDULER_ARGS": "['--no-dashboard']"}
-    session = launch(quota, task, env=env, **what)
-    [described] = [each for each in quota.sessions() if each["id"] == session]
+    session_id = launch(quota, task, env=env, **what)
+    [described] = [session for session in quota.sessions() if session["id"] == session_id]
     port = int(described["app_url"].rstrip("/").rpartition(":")[2])
     until(lambda: listens(port))
     size = {"cpu": 1, "memory": 2, "scheduler_cpu": 0.5, "scheduler_memory": 2}
     ask(port, "/api/clusters", {"name": "night", "n_workers": 1, **size})
     until(lambda: ask(port, "/api/clusters/night")["n_arrived"] == 1)
-    quota.stop_workers(session)
-    until(lambda: status(quota, session) == "stopped")
-    assert "The web UI is closed; the clusters created there are stopped." in quota.log(session)
+    quota.stop_workers(session_id)
+    until(lambda: status(quota, session_id) == "stopped")
+    assert "The web UI is closed; the clusters created there are stopped." in quota.log(session_id)
     assert store.records() == []
 
 

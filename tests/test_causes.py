@@ -190,7 +190,9 @@ def losses():
 
 async def most_memory(client):
     return await client.run_on_scheduler(
-        lambda dask_scheduler: max([0, *(each.memory.process for each in dask_scheduler.workers.values())])
+        lambda dask_scheduler: max(
+            [0, *(worker.memory.process for worker in dask_scheduler.workers.values())]
+        )
     )
 
 
@@ -352,8 +354,8 @@ async def test_results_survive_a_notice_and_are_not_computed_again(
         await client.wait_for_workers(2 * processes)
         futures = client.map(compute, range(40), path=str(tmp_path))
         await wait(futures)
-        [session, _] = [each.id for each in cluster.sessions if each.role == "worker"]
-        await asyncio.to_thread(platform.evict, session, notice=True)
+        [lost, _] = [session.id for session in cluster.sessions if session.role == "worker"]
+        await asyncio.to_thread(platform.evict, lost, notice=True)
         await holds(lambda: "evicted, with notice; launching a replacement" in log_of(cluster))
         assert await client.gather(futures) == [*range(40)]
         await holds(lambda: arrived(cluster) == 2)

@@ -43,7 +43,11 @@ def n_workers(cluster):
 
 
 def live(platform):
-    return [each for each in platform.sessions() if each["status"] in ("scheduling", "starting", "running")]
+    return [
+        session
+        for session in platform.sessions()
+        if session["status"] in ("scheduling", "starting", "running")
+    ]
 
 
 def test_workers_have_the_threads_and_memory_of_their_session(platform):
@@ -225,7 +229,8 @@ def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster,
     until(lambda: len(cluster.sessions) == 1)
     logs = cluster.get_logs()
     assert [*logs] == ["Cluster", "Scheduler", first, second]
-    assert [platform.log(each["id"]) for each in platform.sessions()] == ["", "", ""]  # nothing is printed
+    # Nothing is printed.
+    assert [platform.log(session["id"]) for session in platform.sessions()] == ["", "", ""]
     assert logs["Cluster"] == "the cluster has reported this"
     assert 0 <= logs["Scheduler"].find("Scheduler at") < logs["Scheduler"].find("Retire worker")
     assert "Start worker at" in logs[first]
@@ -298,7 +303,7 @@ def test_close_leaves_no_session_and_no_folder(platform):
     cluster = CMLCluster(n_workers=1, platform="local")
     assert (state_directory() / cluster.name).is_dir()
     cluster.close()
-    assert live(platform) == [] or all(each["stop_requested"] for each in live(platform))
+    assert live(platform) == [] or all(session["stop_requested"] for session in live(platform))
     assert not (state_directory() / cluster.name).exists()
     assert cluster.status.name == "closed"
     cluster.close()
@@ -356,7 +361,10 @@ def test_close_all_closes_the_cluster_of_a_cell_that_ran_twice(platform):
 @pytest.mark.slow
 def test_another_session_of_the_user_survives(platform, until):
     [other] = platform.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(3600)")
-    status = lambda: {each["id"]: each["status"] for each in platform.list_workers()}[other["id"]]  # noqa: E731
+
+    def status():
+        return {session["id"]: session["status"] for session in platform.list_workers()}[other["id"]]
+
     until(lambda: status() == "running")
     with CMLCluster(n_workers=1, platform="local", quiet=True) as cluster:
         cluster.scale(0)
@@ -423,7 +431,7 @@ def test_sessions_with_networks_of_their_own(namespaces, until):
         assert of_two.submit(sum, [3, 4]).result() == 7
         assert one.scheduler.address.endswith(":8786")
         assert two.scheduler.address.endswith(":8786")
-        until(lambda: len({each.address for each in [*one.sessions, *two.sessions]} - {None}) == 5)
+        until(lambda: len({session.address for session in [*one.sessions, *two.sessions]} - {None}) == 5)
 
 
 INTERRUPTED = """

@@ -242,8 +242,8 @@ async def test_the_loop_is_never_blocked_by_a_call_of_the_api(it):
     async with simulate(n_workers=2) as cluster:
         cluster.scale(1)
         await eventually(lambda: len(cluster.workers) == 1)
-    assert {each.function for each in it.platform.calls} == {"launch_workers", "list_workers", "stop_workers"}
-    assert threading.current_thread().name not in {each.thread for each in it.platform.calls}
+    assert {call.function for call in it.platform.calls} == {"launch_workers", "list_workers", "stop_workers"}
+    assert threading.current_thread().name not in {call.thread for call in it.platform.calls}
 
 
 async def test_the_loop_reads_and_writes_no_file_of_the_cluster(platform, light, holds):

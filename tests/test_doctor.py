@@ -379,7 +379,7 @@ def test_a_tornado_with_known_holes_is_a_warning(laptop, monkeypatch, version, s
 
 
 def test_no_command_replaces_the_tornado_of_a_session(cml, monkeypatch):
-    """Sessions may not start any more beside another one in the home folder."""
+    """Sessions may not start any more next to another one in the home folder."""
     monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
     finding = environment.web_ui()
     assert (finding.state, finding.command) == ("warning", None)

@@ -72,7 +72,9 @@ def all_stopped(platform):
         sessions = platform.sessions()
         assert sessions
         assert n is None or len(sessions) == n
-        assert [each for each in sessions if not (each["stop_requested"] or each["finished_at"])] == []
+        assert [
+            session for session in sessions if not (session["stop_requested"] or session["finished_at"])
+        ] == []
         assert store.records() == []
 
     return all_stopped
@@ -362,8 +364,8 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
     at_exit.logger.addHandler(Notices())
     at_exit.logger.addHandler(logging.StreamHandler())
     clusters = [Cluster() for _ in range(4)]
-    for each in clusters:
-        at_exit.end_at_exit(each)
+    for cluster in clusters:
+        at_exit.end_at_exit(cluster)
     """
     returned, out, err = Program(code).ends()
     assert (returned, out) == (0, "ended\n" * 4)
@@ -460,11 +462,11 @@ def test_a_program_names_the_sessions_that_it_could_not_stop_at_exit(platform):
     # Without its scheduler the worker ends by itself some time, and nobody can stop either by these words.
     [line] = err.splitlines()
     assert "which may still run" in line
-    for each in platform.sessions():
-        assert each["id"] in line
-        assert not each["stop_requested"]
+    for session in platform.sessions():
+        assert session["id"] in line
+        assert not session["stop_requested"]
     faults.clear()
-    platform.stop_workers(*[each["id"] for each in platform.sessions()])
+    platform.stop_workers(*[session["id"] for session in platform.sessions()])
 
 
 @pytest.mark.usefixtures("no_worker_processes")
@@ -473,8 +475,8 @@ def test_a_cluster_that_outlives_its_program_is_not_ended(platform):
     assert (returned, out, err) == (0, "ready\n", "")
     sessions = platform.sessions()
     assert len(sessions) == 2
-    assert [each for each in sessions if each["stop_requested"] or each["finished_at"]] == []
-    platform.stop_workers(*[each["id"] for each in sessions])
+    assert [session for session in sessions if session["stop_requested"] or session["finished_at"]] == []
+    platform.stop_workers(*[session["id"] for session in sessions])
 
 
 FORKS = {

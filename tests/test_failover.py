@@ -69,7 +69,7 @@ def is_whole(platform, cluster, n):
         cluster.is_connected
         and arrived(cluster) == n
         and len(live(platform)) == n + 1
-        and {name_of(each) for each in live(platform)} == {"lab-scheduler", *cluster.workers}
+        and {name_of(session) for session in live(platform)} == {"lab-scheduler", *cluster.workers}
     )
 
 
@@ -433,7 +433,7 @@ async def test_a_scheduler_that_was_not_launched_is_launched_again(it, fail):
 @simulated
 async def test_a_session_whose_launch_was_not_answered_is_stopped_with_its_scheduler(it):
     def running():
-        return {each.key for each in it.platform.live_sessions if each.status == "running"}
+        return {session.key for session in it.platform.live_sessions if session.status == "running"}
 
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
@@ -499,9 +499,9 @@ async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(p
         Client("cml://lab", asynchronous=True, timeout="15 minutes") as patient,
     ):
         clients = first, second, patient
-        await holds(lambda: all(each._timeout >= address.RECONNECT_TIMEOUT for each in clients))
+        await holds(lambda: all(client._timeout >= address.RECONNECT_TIMEOUT for client in clients))
         await cluster.close()
-        await holds(lambda: {each.status for each in clients} == {"closed"})
+        await holds(lambda: {client.status for client in clients} == {"closed"})
 
 
 CLIENT = """
@@ -526,7 +526,7 @@ async def test_the_client_of_another_process_computes_again(platform, holds):
 
 def newest(it):
     """The last launched session of a scheduler."""
-    return [each for each in it.platform.all.values() if each.key == "scheduler"][-1]
+    return [session for session in it.platform.all.values() if session.key == "scheduler"][-1]
 
 
 #: When the second scheduler is lost, too.
@@ -557,5 +557,5 @@ async def test_a_scheduler_that_is_lost_while_it_starts_is_replaced(it, stage):
         await eventually(lambda: store.read("lab").scheduler.number >= 2)
         await eventually(lambda: stands(it, cluster, 2))
         assert await client.submit(sum, [1, 2]) == 3
-        assert all(each.status in ("cancelled", "finished") for each in busy)
+        assert all(future.status in ("cancelled", "finished") for future in busy)
         await eventually(lambda: not {*store.read("lab").sessions.values()} - {"scheduler", *cluster.workers})

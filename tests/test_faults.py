@@ -104,8 +104,8 @@ async def test_a_worker_killed_before_it_connects_is_replaced(it, mode):
         it.platform.doom("silent")
         ask(cluster, mode, 1)
         await eventually(lambda: len(it.platform.running) == 2)
-        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
-        it.platform.evict(session)
+        [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
+        it.platform.evict(lost)
         await eventually(lambda: complete(cluster, 1))
         assert "lost: it never connected; the platform says failed" in log_of(cluster)
 
@@ -117,9 +117,9 @@ async def test_a_killed_worker_is_replaced_and_its_results_are_computed_again(pl
         ask(cluster, mode, 1)
         future = client.submit(sum, [1, 2])
         await future
-        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
-        platform.evict(session)
-        await holds(lambda: complete(cluster, 1) and session not in {each.id for each in cluster.sessions})
+        [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
+        platform.evict(lost)
+        await holds(lambda: complete(cluster, 1) and lost not in {session.id for session in cluster.sessions})
         assert await client.gather(future) == 3
         assert "lost: evicted or killed by the platform, which says failed" in log_of(cluster)
 
@@ -177,7 +177,7 @@ def spoil(it, wrong, seconds):
 
 def traceback_in(caplog):
     """Whether dask-cml has logged a traceback, or asyncio one that nobody caught."""
-    return any(each.exc_info for each in caplog.records if re.search("cml|asyncio", each.name))
+    return any(record.exc_info for record in caplog.records if re.search("cml|asyncio", record.name))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -220,20 +220,20 @@ async def test_a_cluster_works_despite_wrong_answers_for_a_while(it, wrong, capl
     with dask.config.set({"cml.api.timeout": "2s"}):
         async with simulate(n_workers=1) as cluster:
             await eventually(lambda: complete(cluster, 1))
-            [lost] = [each.id for each in cluster.sessions if each.role == "worker"]
+            [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
             spoil(it, wrong, seconds)
             it.platform.evict(lost)
             cluster.scale(2)
             await eventually(
-                lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions}
+                lambda: complete(cluster, 2) and lost not in {session.id for session in cluster.sessions}
             )
             spoil(it, wrong, 600.0 if hangs else seconds)
             if hangs:
                 # close() takes no longer than the limit of one call, and names what it could not stop.
-                ids = [each.id for each in cluster.sessions]
+                ids = [session.id for session in cluster.sessions]
                 with pytest.raises(CMLError) as caught:
                     await cluster.close()
-                assert wrong == "answer lost" or all(each in str(caught.value) for each in ids)
+                assert wrong == "answer lost" or all(session_id in str(caught.value) for session_id in ids)
                 spoil(it, wrong, 0.0)
                 await cluster.close()
     await eventually(lambda: not it.platform.running)
@@ -244,9 +244,9 @@ async def test_a_cluster_works_despite_wrong_answers_for_a_while(it, wrong, capl
 async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
     def lines():
         return [
-            each.getMessage()
-            for each in caplog.records
-            if re.match("(Cannot manage|Managing) cluster", each.getMessage())
+            record.getMessage()
+            for record in caplog.records
+            if re.match("(Cannot manage|Managing) cluster", record.getMessage())
         ]
 
     with dask.config.set({"cml.api.retries": 0}):
@@ -255,7 +255,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
         await eventually(lambda: complete(cluster, 1))
         cluster.adapt(minimum=2, maximum=2)
         spoil(it, "server error", 600.0)
-        [lost] = [each.id for each in cluster.sessions if each.role == "worker"]
+        [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
         it.platform.evict(lost)
         # The first call that fails lists sessions, or stops the lost one.
         await eventually(lambda: re.search("Internal Server Error|500", repr(cluster)))
@@ -264,7 +264,9 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
         assert len(lines()) == 1
         assert re.search("(Internal Server Error|500)$", lines()[0])
         spoil(it, "server error", 0.0)
-        await eventually(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
+        await eventually(
+            lambda: complete(cluster, 2) and lost not in {session.id for session in cluster.sessions}
+        )
         await eventually(lambda: len(lines()) == 2)
         assert lines()[1].endswith("again")
         assert not cluster.gave_up
@@ -272,7 +274,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
 
 
 @simulated
-async def test_a_rotated_key_is_told_once_with_what_runs_on_and_how_it_ends(it, caplog):
+async def test_a_rotated_key_is_reported_once_with_what_runs_on_and_how_it_ends(it, caplog):
     async with simulate(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await eventually(lambda: complete(cluster, 1))
         spoil(it, "unauthorized", 3600.0)

@@ -28,7 +28,7 @@ def session_of(cluster, key):
 
 
 def live_ids(platform):
-    return {each["id"] for each in live(platform)}
+    return {session["id"] for session in live(platform)}
 
 
 def freeze(session):
@@ -160,7 +160,7 @@ async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, l
 async def test_a_worker_whose_node_fails_silently_is_dropped_and_replaced(namespaces, holds):
     # So long nothing else tells anybody that the node is lost.
     hour = {
-        f"DASK_DISTRIBUTED__{each}": "1 hour" for each in ("COMM__TIMEOUTS__TCP", "SCHEDULER__WORKER_TTL")
+        f"DASK_DISTRIBUTED__{name}": "1 hour" for name in ("COMM__TIMEOUTS__TCP", "SCHEDULER__WORKER_TTL")
     }
     async with make(n_workers=2, env=hour) as cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: arrived(cluster) == 2)
@@ -171,5 +171,7 @@ async def test_a_worker_whose_node_fails_silently_is_dropped_and_replaced(namesp
         await asyncio.to_thread(namespaces.evict, session_of(cluster, lost))
         await holds(lambda: arrived(cluster) == 2 and lost not in cluster.observed)
         assert f"Worker {lost} lost: evicted or killed by the platform" in log_of(cluster)
-        assert lost not in {each["name"] for each in (await client.scheduler.identity())["workers"].values()}
+        assert lost not in {
+            worker["name"] for worker in (await client.scheduler.identity())["workers"].values()
+        }
         assert await client.gather(future) == 3

@@ -45,7 +45,8 @@ async def test_each_group_has_its_own_size_and_number(platform, holds):
     ):
         await holds(lambda: names(cluster) == {"mine-0", "mine-gpu-0-0", "mine-gpu-0-1"})
         sizes = {
-            name_of(each): (each["cpu"], each["memory"], each["nvidia_gpu"]) for each in platform.sessions()
+            name_of(session): (session["cpu"], session["memory"], session["nvidia_gpu"])
+            for session in platform.sessions()
         }
         assert (sizes["mine-0"], sizes["mine-gpu-0"]) == ((1, 1, 0), (2, 2, 2))
 
@@ -58,7 +59,7 @@ async def test_each_group_has_its_own_size_and_number(platform, holds):
         await holds(lambda: names(cluster) == {"mine-0", "mine-1"})
 
         groups = cluster.worker_groups
-        assert {name: (each.n_workers, each.n_arrived) for name, each in groups.items()} == {
+        assert {name: (group.n_workers, group.n_arrived) for name, group in groups.items()} == {
             "default": (2, 2),
             "gpu": (0, 0),
         }
@@ -360,7 +361,7 @@ def test_the_shell_adds_scales_lists_and_deletes_groups(until):
             run("scale", "mine", 2, "--group", "big")
             == "Cluster mine scaled to 2 workers in worker group big\n"
         )
-        groups = {each["name"]: each for each in json.loads(run("group", "list", "mine", "--json"))}
+        groups = {group["name"]: group for group in json.loads(run("group", "list", "mine", "--json"))}
         assert (groups["big"]["n_workers"], groups["big"]["resources"]) == (2, {"BIG": 1})
         assert groups["default"]["n_workers"] == 0
         [head, _, big] = run("group", "list", "mine").splitlines()

@@ -139,8 +139,8 @@ async def test_a_lost_scheduler_without_a_replacement_ends_the_cluster(it):
 @simulated
 async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(it):
     await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes", security=True)
-    for each in it.platform.live:
-        it.platform.evict(each)
+    for session_id in it.platform.live:
+        it.platform.evict(session_id)
     [listed] = ended_clusters([store.read("lab")])
     assert not files()
     assert await operations.prune() == ({"lab": None}, {})
@@ -157,7 +157,7 @@ async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
     async with simulate(name="lab"):
         assert the_only_one().id == dead
         new = store.read("lab").id
-    assert [each.id for each in ended_clusters()] == [new, dead]
+    assert [cluster.id for cluster in ended_clusters()] == [new, dead]
 
 
 @simulated
@@ -179,7 +179,7 @@ def dead_record(name="lab", ago=5 * HOUR, **scheduler):
     state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1", **scheduler)
     record = Record(name, maker=GONE, created=created, options={"platform": "local"}, scheduler=state)
     launched = sessions(**{"session-0": "scheduler", "session-1": f"{name}-0"})
-    launched = {id: replace(each, launched=int(silent - HOUR)) for id, each in launched.items()}
+    launched = {id: replace(launch, launched=int(silent - HOUR)) for id, launch in launched.items()}
     write_record(replace(record, launches=launched))
     os.utime(sign_of(name), (silent, silent))
     return store.read(name)
@@ -284,7 +284,7 @@ def test_only_the_newest_clusters_are_kept(state):
     with dask.config.set({"cml.history.keep": 2}):
         for number, name in enumerate("abc"):
             remembered(name, ago=100 - number)
-        assert {each.name for each in ended_clusters()} == {"b", "c"}
+        assert {cluster.name for cluster in ended_clusters()} == {"b", "c"}
 
 
 def test_clusters_are_kept_for_a_limited_number_of_days(state):
@@ -294,7 +294,7 @@ def test_clusters_are_kept_for_a_limited_number_of_days(state):
         leftover.touch(0o600)
         os.utime(leftover, (1, 1))
         remembered("young", ago=6 * 24 * HOUR)
-        assert [each.name for each in ended_clusters()] == ["young"]
+        assert [cluster.name for cluster in ended_clusters()] == ["young"]
         assert not leftover.exists()
 
 
@@ -354,7 +354,7 @@ def test_a_hostile_file_does_not_hide_the_other_clusters(state, caplog, content)
     write(content)
     write(valid(id="fedcba9876543210", name="good"), "fedcba9876543210.json")
     for _ in range(2):
-        assert [each.name for each in ended_clusters()] == ["good"]
+        assert [cluster.name for cluster in ended_clusters()] == ["good"]
     assert caplog.text.count("0123456789abcdef.json ignored") == 1
 
 
@@ -432,8 +432,8 @@ def test_the_command_lists_ended_clusters_with_their_hours(platform):
 
 def test_the_list_is_limited_to_a_time_and_a_user(platform):
     write_two()
-    assert [each["name"] for each in json.loads(run("--since", "7d", "--json"))] == ["lab"]
-    assert [each["name"] for each in json.loads(run("--by", "ben", "--json"))] == ["night"]
+    assert [cluster["name"] for cluster in json.loads(run("--since", "7d", "--json"))] == ["lab"]
+    assert [cluster["name"] for cluster in json.loads(run("--by", "ben", "--json"))] == ["night"]
     assert json.loads(run("--since", "7d", "--by", "ben", "--json")) == []
     assert run("--by", "carl") == "No ended clusters.\n"
     assert "invalid since='soon': expected seconds" in run("--since", "soon", code=1)

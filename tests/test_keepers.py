@@ -369,21 +369,21 @@ async def test_sessions_that_end_with_the_keepers_session_are_replaced_by_the_ne
             ready.set()
             await asyncio.Event().wait()
 
-    ready, session = asyncio.Event(), "anothersession00"
+    ready, other_session = asyncio.Event(), "anothersession00"
     creator = await shared(n_workers=1, shutdown_on_close=False)
     await eventually(lambda: has(creator, 1))
     await creator.leave()
-    process = it.process("second", {"CDSW_ENGINE_ID": session})
+    process = it.process("second", {"CDSW_ENGINE_ID": other_session})
     process.start(keep())
     await ready.wait()
     async with rebuild("shared", shutdown_on_close=True) as third:
         await eventually(lambda: has(third, 3))
-        owners = [each.owner for each in third.sessions]
-        assert sorted(owners) == [*[session] * 2, *["notebook12345678"] * 2]
+        owners = [session.owner for session in third.sessions]
+        assert sorted(owners) == [*[other_session] * 2, *["notebook12345678"] * 2]
         process.kill()
-        it.platform.end_session(session)
+        it.platform.end_session(other_session)
         await eventually(lambda: third.keeps and has(third, 3))
-        assert {each.owner for each in third.sessions} == {"notebook12345678"}
+        assert {session.owner for session in third.sessions} == {"notebook12345678"}
 
 
 async def test_others_get_the_link_to_the_dashboard(platform, holds):
@@ -513,7 +513,9 @@ async def test_a_wanted_worker_whose_session_is_not_in_the_record_is_taken_over_
         file.unlink()
     async with rebuild("shared") as cluster:
         await eventually(lambda: has(cluster, 1) and len(it.platform.running) == 2)
-        await eventually(lambda: {*store.read("shared").sessions} == {each.id for each in cluster.sessions})
+        await eventually(
+            lambda: {*store.read("shared").sessions} == {session.id for session in cluster.sessions}
+        )
         await cluster.close()
 
 

@@ -123,7 +123,7 @@ async def test_the_name_of_a_dead_cluster_is_free_and_its_sessions_are_stopped(i
     record = store.read("made")
     it.platform.evict(record.scheduler.session)
     async with simulate(name="made") as cluster:
-        assert {*it.platform.running.values()} == {each.id for each in cluster.sessions}
+        assert {*it.platform.running.values()} == {session.id for session in cluster.sessions}
 
 
 @simulated
@@ -226,7 +226,7 @@ def in_session(monkeypatch):
         ),
     ],
 )
-def test_the_limits_of_a_session_are_told_with_the_time_that_is_left(in_session, variables, words):
+def test_the_limits_of_a_session_are_reported_with_the_time_that_is_left(in_session, variables, words):
     in_session(**variables)
     assert here.session_limits() == f"CML ends {words}"
 
@@ -244,7 +244,7 @@ def test_the_limits_of_a_session_are_told_with_the_time_that_is_left(in_session,
         {IDLE: "60", "CDSW_ENGINE_ID": ""},
     ],
 )
-def test_nothing_is_told_of_limits_that_are_not_known(in_session, variables):
+def test_nothing_is_reported_of_limits_that_are_not_known(in_session, variables):
     in_session(**variables)
     assert here.session_limits() == ""
 
@@ -433,7 +433,7 @@ async def test_the_record_holds_every_session_and_is_its_owners_only(it):
         await eventually(lambda: len(store.read("recorded").sessions) == 3)
         file = state_directory() / "recorded" / RECORD_FILE
         assert file.stat().st_mode & 0o777 == 0o600
-        assert set(store.read("recorded").sessions) == {each.id for each in cluster.sessions}
+        assert set(store.read("recorded").sessions) == {session.id for session in cluster.sessions}
         cluster.scale(1)
         await eventually(lambda: len(store.read("recorded").sessions) == 2)
     assert store.records() == []

@@ -42,7 +42,7 @@ def limited(**values):
         ({"hours": 1, "user_sessions": 1}, (float("inf"), "")),
     ],
 )
-def test_the_tightest_limit_decides_how_many_sessions_fit_beside_others(limit, fit):
+def test_the_tightest_limit_decides_how_many_sessions_fit_next_to_others(limit, fit):
     with limited(**limit):
         others = [(SessionSize(1, 2), 1), (SessionSize(1, 5, 2), 2)]
         assert room(SessionSize(4, 8, 1), others) == fit

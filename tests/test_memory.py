@@ -106,7 +106,7 @@ async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(
 
     async with make(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: arrived(cluster) == 1)
-        [session] = [each for each in cluster.sessions if each.role == "worker"]
+        [session] = [session for session in cluster.sessions if session.role == "worker"]
         gone = set()
         for _ in range(2):
             # The worker's process and one that its nanny can spare, and the session's program and the nanny.
@@ -116,7 +116,9 @@ async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(
             workers = {*cluster.scheduler_info["workers"]}
             await client.run(running, nanny=True)  # a nanny does not replace a worker that dies in its start
             # The resource tracker first: the nanny starts another one only with the next worker.
-            for process in sorted(first, key=lambda each: "resource_tracker" not in str(each.cmdline())):
+            for process in sorted(
+                first, key=lambda process: "resource_tracker" not in str(process.cmdline())
+            ):
                 process.kill()
                 await holds(lambda killed=process: killed not in find(session.id))
             gone = first
@@ -182,7 +184,7 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
     ):
         for factor in 0.5, 0.9, 0.97, 3, 20:
             await client.wait_for_workers(2 * processes)
-            before = {each.id for each in cluster.sessions}
+            before = {session.id for session in cluster.sessions}
             future = client.submit(take, factor * size, key=f"{take.__name__}-{factor}")
             try:
                 done = await future
@@ -196,7 +198,7 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
                 assert isinstance(done, MemoryError)
             cluster.scale(2)  # ends the pause before the next launch
             await holds(lambda: arrived(cluster) == 2)
-            lost = before - {each.id for each in cluster.sessions}
+            lost = before - {session.id for session in cluster.sessions}
             assert len(lost) <= (0 if over_memory == "process" else 2)
         for line in log_of(cluster).splitlines():
             lost = r"Worker mine-\d+ lost: out of memory, .* GiB"

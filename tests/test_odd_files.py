@@ -32,7 +32,7 @@ ENDED = "0123456789abcdef"
 
 @pytest.fixture
 def lab(platform, monkeypatch):
-    """The folder of a cluster that has died, beside an ended one, ``night``."""
+    """The folder of a cluster that has died, next to an ended one, ``night``."""
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     gone, scheduler = Maker("elsewhere", 1, 1.0, "gone"), SchedulerState(address="tls://127.0.0.1:9", id="S")
     keys = {"tls_ca_file": "/missing"}
@@ -193,7 +193,7 @@ OF_THE_HISTORY = [
     a_pipe_in_the_history,
     a_pipe_in_place_of_a_log_in_the_history,
 ]
-odd_things = pytest.mark.parametrize("odd", [*OF_CLUSTERS, *OF_THE_HISTORY], ids=lambda each: each.__name__)
+odd_things = pytest.mark.parametrize("odd", [*OF_CLUSTERS, *OF_THE_HISTORY], ids=lambda odd: odd.__name__)
 
 
 def run(*arguments):
@@ -204,22 +204,22 @@ def run(*arguments):
     return result.output
 
 
-@pytest.mark.parametrize("odd", OF_CLUSTERS, ids=lambda each: each.__name__)
-def test_what_cannot_be_read_beside_a_cluster_is_named_once(lab, odd, caplog):
+@pytest.mark.parametrize("odd", OF_CLUSTERS, ids=lambda odd: odd.__name__)
+def test_what_cannot_be_read_next_to_a_cluster_is_named_once(lab, odd, caplog):
     named = odd(lab)
     for _ in range(2):
         assert "lab" in [record.name for record in store.records()]
-    messages = [each.getMessage() for each in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     assert messages == [message for message in messages if f"{printable(str(named))} ignored: " in message]
     assert len(messages) == (named is not None)
 
 
-@pytest.mark.parametrize("odd", OF_THE_HISTORY, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("odd", OF_THE_HISTORY, ids=lambda odd: odd.__name__)
 def test_what_cannot_be_read_in_the_history_is_named_once(lab, odd, caplog):
     named = odd(lab)
     for _ in range(2):
         assert "night" in [cluster.name for cluster in ended_clusters()]
-    messages = [each.getMessage() for each in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     assert messages == [message for message in messages if f"{printable(str(named))} ignored: " in message]
     assert len(messages) == (named is not None)
 
@@ -234,26 +234,26 @@ def test_commands_show_clusters_beside_something_odd(lab, odd):
     assert "\nnight  " in run("history")
     assert '"name": "night"' in run("history", "--json")
     completed = ShellComplete(cli.cml, {}, "cml", "_COMPLETE").get_completions(["info"], "")
-    names = [each.value for each in completed]
+    names = [completion.value for completion in completed]
     assert "lab" in names
     "".join(names).encode()
 
 
 @odd_things
-def test_prune_deletes_a_dead_cluster_beside_something_odd(lab, odd):
+def test_prune_deletes_a_dead_cluster_next_to_something_odd(lab, odd):
     odd(lab)
     assert "lab deleted" in run("prune")
 
 
 @odd_things
-def test_the_doctor_examines_clusters_beside_something_odd(lab, odd):
+def test_the_doctor_examines_clusters_next_to_something_odd(lab, odd):
     odd(lab)
     findings = doctor.clusters.versions([], timeout=30)
     assert "cluster lab" in [finding.name for finding in findings]
 
 
 @odd_things
-async def test_the_page_and_the_sidebar_show_clusters_beside_something_odd(lab, odd, caplog):
+async def test_the_page_and_the_sidebar_show_clusters_next_to_something_odd(lab, odd, caplog):
     """The sidebar reads the records by the page's base class."""
     odd(lab)
     clusters = ProjectClusters(interval=0.01)
@@ -262,8 +262,8 @@ async def test_the_page_and_the_sidebar_show_clusters_beside_something_odd(lab, 
         while not all(observed.finding for observed in clusters.observed.values()) or not clusters.observed:
             await asyncio.sleep(0.01)
         described = clusters.describe()
-        assert {each["name"]: each["status"] for each in described}["lab"] == "stale"
-        details = [await clusters.details(each["name"]) for each in described]
+        assert {cluster["name"]: cluster["status"] for cluster in described}["lab"] == "stale"
+        details = [await clusters.details(cluster["name"]) for cluster in described]
         ended = await clusters.ended()
         assert "night" in [cluster.name for cluster in ended]
         for cluster in ended:
@@ -273,4 +273,4 @@ async def test_the_page_and_the_sidebar_show_clusters_beside_something_odd(lab, 
         assert "cannot be described" not in json.dumps(shown)
     finally:
         await clusters.close()
-    assert [each for each in caplog.records if each.exc_info] == []
+    assert [record for record in caplog.records if record.exc_info] == []

@@ -189,7 +189,9 @@ def test_the_form_offers_the_options_of_the_command_line():
 
     fields = [field for fields in pages.form_sections().values() for field in fields]
     context = create.make_context("create", [])
-    parameters = [each for each in create.get_params(context) if isinstance(each, click.Option)]
+    parameters = [
+        parameter for parameter in create.get_params(context) if isinstance(parameter, click.Option)
+    ]
     options = {parameter.name for parameter in parameters if "--help" not in parameter.opts}
     assert sorted(field.argument for field in fields) == sorted(options)
 

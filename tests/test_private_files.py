@@ -116,7 +116,7 @@ def test_a_new_file_belongs_to_its_writer_although_the_file_system_repeats_the_r
     monkeypatch.setattr(os, "link", repeat)
     assert write_file(tmp_path / "file", b"mine", new=True)
     assert not write_file(tmp_path / "file", b"another", new=True)
-    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"mine")]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"mine")]
 
 
 def test_a_file_of_more_than_a_megabyte_is_not_read(tmp_path):
@@ -159,7 +159,9 @@ async def test_a_planted_record_is_skipped_with_one_warning_and_no_connection(
     with pytest.raises(NotPrivate):
         store.write_sessions(record, [Launch("session-1", "planted-0", None, 1)], [])
     assert connections == []
-    [warning] = [each.getMessage() for each in caplog.records if each.name == private_files.__name__]
+    [warning] = [
+        log_record.getMessage() for log_record in caplog.records if log_record.name == private_files.__name__
+    ]
     assert warning.startswith(f"{paths[part]} ignored: it ")
 
 
@@ -173,7 +175,9 @@ async def test_no_process_connects_to_an_address_in_a_planted_scheduler_file(
         [found] = store.records()
         await operations.describe([found])
     assert (found.scheduler.address, connections) == (None, [])
-    [warning] = [each.getMessage() for each in caplog.records if each.name == private_files.__name__]
+    [warning] = [
+        log_record.getMessage() for log_record in caplog.records if log_record.name == private_files.__name__
+    ]
     assert warning.startswith(f"{file} ignored: it ")
 
 

@@ -27,11 +27,11 @@ def required(package="distributed", extra="", python="3.11"):
     requirements = [Requirement(text) for text in metadata.requires("dask-cml")]
     markers = {"extra": extra, "python_version": python}
     [found] = [
-        each.specifier
-        for each in requirements
-        if each.name == package
-        and bool(each.marker) is bool(extra)
-        and (each.marker is None or each.marker.evaluate(markers))
+        requirement.specifier
+        for requirement in requirements
+        if requirement.name == package
+        and bool(requirement.marker) is bool(extra)
+        and (requirement.marker is None or requirement.marker.evaluate(markers))
     ]
     return found
 
@@ -40,7 +40,7 @@ def constraints(file):
     """The specifiers in a file of constraints, by the package's name."""
     lines = (IMAGES / file).read_text().splitlines()
     requirements = [Requirement(line) for line in lines if not line.startswith("#")]
-    return {each.name: each.specifier for each in requirements}
+    return {requirement.name: requirement.specifier for requirement in requirements}
 
 
 def test_the_oldest_releases_in_the_table_are_the_oldest_allowed():
@@ -59,7 +59,7 @@ def test_the_newest_release_that_dask_ctl_allows_is_in_the_table():
 def test_each_python_of_the_metadata_is_tested():
     matrix = yaml.safe_load(WORKFLOW.read_text())["jobs"]["tests"]["strategy"]["matrix"]
     classifiers = metadata.metadata("dask-cml").get_all("Classifier")
-    named = [each.rpartition(" ")[2] for each in classifiers if " :: Python :: 3." in each]
+    named = [classifier.rpartition(" ")[2] for classifier in classifiers if " :: Python :: 3." in classifier]
     assert matrix["python"] == named
     assert {row["Python"] for row in TABLE} <= {*named}
 

@@ -35,16 +35,18 @@ def test_it_computes(client):
 
 def test_one_session_for_the_scheduler_and_one_for_each_worker(shared_platform, cluster, client):
     sessions = cluster.sessions
-    assert [each.role for each in sessions] == ["scheduler", "worker", "worker"]
-    assert {each.id for each in sessions} == {each["id"] for each in shared_platform.list_workers()}
-    assert {each.name for each in sessions[1:]} == {
+    assert [session.role for session in sessions] == ["scheduler", "worker", "worker"]
+    assert {session.id for session in sessions} == {
+        session["id"] for session in shared_platform.list_workers()
+    }
+    assert {session.name for session in sessions[1:]} == {
         worker["name"] for worker in cluster.scheduler_info["workers"].values()
     }
 
 
 def test_running_sessions_have_their_status_and_address(cluster, client, until):
-    until(lambda: all(each.status == "running" for each in cluster.sessions))
-    assert {each.address for each in cluster.sessions} == {"127.0.0.1"}
+    until(lambda: all(session.status == "running" for session in cluster.sessions))
+    assert {session.address for session in cluster.sessions} == {"127.0.0.1"}
 
 
 def test_adapting_closes_workers_by_the_groups_of_their_key(cluster, client):

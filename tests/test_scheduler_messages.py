@@ -82,7 +82,7 @@ async def test_a_valid_message_passes_and_one_that_lacks_a_value_is_refused(comm
     send = getattr(comm, handler)
     assert "refused" not in (await send(**VALID[handler]) or {})
     for name in VALID[handler]:
-        without = {each: value for each, value in VALID[handler].items() if each != name}
+        without = {argument: value for argument, value in VALID[handler].items() if argument != name}
         answer = await send(**without)
         assert handler == "cml_set" or f"missing required field `{name}`" in answer["refused"]
 

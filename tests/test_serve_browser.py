@@ -154,11 +154,11 @@ def test_a_dashboard_cannot_reach_the_page_cookies_or_other_dashboards(opened, n
     [pane] = [frame for frame in page.frames if frame.parent_frame]
     pane.wait_for_load_state()
     assert urlsplit(pane.url).netloc != urlsplit(server.url).netloc
-    refused = "each => { try { return String(each()) } catch (error) { return error.name } }"
+    refused = "attempt => { try { return String(attempt()) } catch (error) { return error.name } }"
     for attempt in ("document.cookie", "localStorage", "parent.document", "navigator.serviceWorker.register"):
         found = pane.evaluate(f"({refused})(() => {attempt})")
         assert found in ("SecurityError", "TypeError"), attempt
-    fetched = "fetch({0!r}, {1}).then(each => each.type, error => error.name)"
+    fetched = "fetch({0!r}, {1}).then(response => response.type, error => error.name)"
     api = f"{page.home}api/clusters/{night}"
     for url in (api, page.home, pane.url):
         assert pane.evaluate(fetched.format(url, "{credentials: 'include'}")) == "TypeError"
@@ -212,7 +212,7 @@ def test_no_page_scrolls_sideways(opened, night, width):
     page.set_viewport_size({"width": width, "height": 800})
     for path in ("", f"clusters/{night}", "new"):
         page.goto(page.url.split("clusters/")[0] + path if path else page.url)
-        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        page.evaluate("document.querySelectorAll('details').forEach(element => { element.open = true; })")
         root = "document.documentElement"
         assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
 
@@ -335,8 +335,8 @@ def test_the_page_works_with_the_keyboard_alone(opened, server):
         element = locator.element_handle()
         for _ in range(60):
             page.keyboard.press("Tab")
-            if element.evaluate("each => each === document.activeElement"):
-                assert element.evaluate("each => getComputedStyle(each).outlineStyle") != "none"
+            if element.evaluate("element => element === document.activeElement"):
+                assert element.evaluate("element => getComputedStyle(element).outlineStyle") != "none"
                 return
         raise AssertionError("the focus does not come to it")
 
@@ -359,7 +359,7 @@ def test_the_page_works_with_the_keyboard_alone(opened, server):
     page.keyboard.type("1")
     page.keyboard.press("Enter")
     page.get_by_role("dialog").wait_for(state="detached")
-    assert scale.evaluate("each => each === document.activeElement")
+    assert scale.evaluate("element => element === document.activeElement")
     has_workers(page, 1)
     press_tab_until(page.locator("#logs summary"))
     page.keyboard.press("Enter")
@@ -388,7 +388,9 @@ def test_the_page_offers_no_changes_to_a_read_only_user(opened, shared_platform,
         page.goto(f"{page.home}clusters/{night}")
         page.locator("#dashboard summary").wait_for()
         assert page.locator("form, [data-opens]").count() == 0
-        status = page.evaluate("fetch('../api/clusters/night', {method: 'DELETE'}).then(each => each.status)")
+        status = page.evaluate(
+            "fetch('../api/clusters/night', {method: 'DELETE'}).then(response => response.status)"
+        )
         assert status == 403
         nobody = opened(server=application)
         nobody.get_by_role("heading", name="You are not logged in").wait_for()
@@ -461,7 +463,7 @@ def test_the_page_draws_the_time_line_of_an_ended_cluster(opened, over, width, s
     line = page.locator(".line svg")
     line.wait_for()
     is_drawn_anew(page)
-    boxes = line.locator("rect").evaluate_all("all => all.map(each => each.getBoundingClientRect().toJSON())")
+    boxes = line.locator("rect").evaluate_all("all => all.map(rect => rect.getBoundingClientRect().toJSON())")
     assert any(box["width"] > 0 and box["height"] > 10 for box in boxes)
     frame = line.bounding_box()
     left, right = frame["x"] - 1, frame["x"] + frame["width"] + 1

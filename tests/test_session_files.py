@@ -97,7 +97,7 @@ def test_each_fact_of_a_session_is_a_file_of_its_own(state):
     record = new_record("a")
     claim(record, WANTED)
     launch(record, "session-1", "session-2", waiting=["session-1", "session-2"])
-    assert [each.waits for each in read("a").launches.values()] == [True, True]
+    assert [session.waits for session in read("a").launches.values()] == [True, True]
     for began in LAUNCHED + 20, LAUNCHED + 30:  # as at a second try
         launch(record, "session-2", began={"session-2": began})
         waiting, running = read("a").launches.values()

@@ -7,7 +7,7 @@ On purpose, these differ from SpecCluster:
 - The names in the spec begin with the cluster's name. A replacement has a new name: Dask's has the old one.
 - A lost worker is replaced at once. SpecCluster waits for somebody to await it.
 - `scale` to fewer removes entries once the scheduler has chosen them. SpecCluster removes the last at once.
-- After the start, a launch that fails is tried again, and told by ``problem``. No error is raised.
+- After the start, a launch that fails is tried again, and reported by ``problem``. No error is raised.
 - The status is ``created`` until the cluster runs, not ``starting``. The representation says "starting".
 - A failed start raises the error of its cause, and not a RuntimeError that contains its text.
 - ``shutdown_scheduler`` does not exist: ``shutdown_on_close=False`` and `leave` keep workers and scheduler.
@@ -306,7 +306,7 @@ async def test_a_start_fails_with_the_error_of_its_worker(it):
 
 
 @simulated
-async def test_a_worker_that_cannot_start_later_is_tried_again_and_told(it):
+async def test_a_worker_that_cannot_start_later_is_tried_again_and_reported(it):
     async with simulate(name="mine", n_workers=1) as cluster:
         cluster.worker_spec["broken"] = {"cls": Broken}
         await cluster

@@ -96,7 +96,7 @@ def test_a_record_reads_back_as_it_was_written(state):
             protocol=2,
         ),
         options={"n_workers": 2, "env": {"A": "b"}, "idle_timeout": None},
-        launches={each.id: each for each in (first, second)},
+        launches={launch.id: launch for launch in (first, second)},
         security={"tls_ca_file": "/home/cdsw/ca.pem"},
     )
     assert write_record(record) == state / record.name
@@ -113,9 +113,9 @@ def test_only_the_owner_can_read_a_clusters_folder(state):
     finally:
         os.umask(previous)
     folders = [folder / name for name in (SESSIONS_FOLDER, STARTED_FOLDER)]
-    assert {mode(each) for each in (state, folder, *folders)} == {0o700}
+    assert {mode(path) for path in (state, folder, *folders)} == {0o700}
     [file] = (folder / SESSIONS_FOLDER).iterdir()
-    assert {mode(each) for each in (folder / RECORD_FILE, folder / board_file(0), file)} == {0o600}
+    assert {mode(path) for path in (folder / RECORD_FILE, folder / board_file(0), file)} == {0o600}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_damaged_file_of_a_scheduler_is_reported_once_and_the_cluster_is_still
     (folder / scheduler_file(0)).write_text('{"address": ')
     for _ in range(2):
         assert read("a").scheduler == SchedulerState(groups=groups)
-    assert [str(folder / scheduler_file(0)) in each.getMessage() for each in caplog.records] == [True]
+    assert [str(folder / scheduler_file(0)) in message for message in caplog.messages] == [True]
 
 
 # -- names
@@ -478,11 +478,11 @@ def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what
         if writer.exitcode == 0:
             break
         assert writer.exitcode == -signal.SIGKILL
-        for each in found:
-            launch(each, "session-2")
+        for record in found:
+            launch(record, "session-2")
             assert "session-2" in read("a").sessions
-        for each in found:
-            remove(each)
+        for record in found:
+            remove(record)
         another = new_record("another")
         claim(another)
         remove(another)
@@ -490,7 +490,7 @@ def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what
     assert len(seen) > 5
     assert seen[0] == ["old"]
     assert seen[-1] == ([] if what == "remove" else ["new"])
-    assert all(each in (["old"], ["new"], []) for each in seen)
+    assert all(outcome in (["old"], ["new"], []) for outcome in seen)
     assert what != "launch" or [] not in seen
 
 
@@ -519,7 +519,7 @@ def die_at(what, step):
 def test_nothing_is_lost_when_two_processes_write_sessions_at_the_same_moment(state, fork):
     record = new_record("a")
     claim(record)
-    writers = [fork(add_sessions, record, each) for each in "xy"]
+    writers = [fork(add_sessions, record, prefix) for prefix in "xy"]
     while any(writer.is_alive() for writer in writers):
         read("a")
     assert [writer.exitcode for writer in writers] == [0, 0]

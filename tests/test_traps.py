@@ -52,8 +52,8 @@ def names(cluster):
 
 
 def session_of(it, key):
-    [session] = [each.id for each in it.platform.live_sessions if each.key == key]
-    return session
+    [session_id] = [session.id for session in it.platform.live_sessions if session.key == key]
+    return session_id
 
 
 async def scaling_down_moves_the_data_first(make, it, holds):

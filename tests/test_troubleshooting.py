@@ -119,7 +119,10 @@ def test_the_headings_are_in_alphabetical_order():
 
 
 def test_the_rare_messages_are_in_the_code():
-    files = [*Path(dask_cml.__file__).parent.rglob("*.py"), *(Path(each.__file__) for each in (core, tcp))]
+    files = [
+        *Path(dask_cml.__file__).parent.rglob("*.py"),
+        *(Path(module.__file__) for module in (core, tcp)),
+    ]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     rows = re.findall(r"^\| (`.+?`) \|", PAGE.read_text(), re.MULTILINE)

@@ -38,11 +38,11 @@ def ended(key, hours, size=None, **more):
 
 
 def running(*launches):
-    return Record("mine", launches={each.id: each for each in launches})
+    return Record("mine", launches={launch.id: launch for launch in launches})
 
 
 def used(record, *over, now):
-    return usage_of(replace(record, ended={each.id: each for each in over}), now)
+    return usage_of(replace(record, ended={launch.id: launch for launch in over}), now)
 
 
 def session(key, size=None, **more):
@@ -112,12 +112,12 @@ def mine(**options):
 
 
 def ended_keys():
-    return sorted(each.key for each in store.read("mine").ended.values())
+    return sorted(launch.key for launch in store.read("mine").ended.values())
 
 
 def waiting():
     """Return the queued sessions, as the record has them."""
-    return {id: each for id, each in store.read("mine").launches.items() if each.waits}
+    return {id: launch for id, launch in store.read("mine").launches.items() if launch.waits}
 
 
 def check(usage, cpu=1, memory=2):
@@ -159,11 +159,11 @@ async def test_stopped_sessions_count_until_they_were_stopped(it):
 async def test_a_lost_session_counts_until_the_end_that_the_platform_names(it):
     async with mine(n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
-        it.platform.evict(session)
-        await eventually(lambda: session in store.read("mine").ended)
-        over = store.read("mine").ended[session]
-        assert over.ended == int(it.platform.all[session].finished_at.timestamp())
+        [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
+        it.platform.evict(lost)
+        await eventually(lambda: lost in store.read("mine").ended)
+        over = store.read("mine").ended[lost]
+        assert over.ended == int(it.platform.all[lost].finished_at.timestamp())
         await eventually(lambda: arrived(cluster) == 1)
         assert (await cluster.usage())["default"].sessions == 2
 

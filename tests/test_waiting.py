@@ -1,4 +1,4 @@
-"""Queued sessions: none is called failed or launched twice, all is told, and they come."""
+"""Queued sessions: none is called failed or launched twice, all is reported, and they come."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
 
 
 @simulated
-async def test_the_reason_of_a_wait_is_told_once_with_what_helps(it):
+async def test_the_reason_of_a_wait_is_reported_once_with_what_helps(it):
     it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
     async with clusters.simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: "has 1 of 1 worker sessions queued" in log_of(cluster))

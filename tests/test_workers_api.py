@@ -911,7 +911,7 @@ from dask_cml.sessions.workers_api import WorkersAPI
 
 def launch_workers(n, cpu, memory, nvidia_gpu=0, code="", env={}):
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        return [each.result() for each in [pool.submit(hang)]]
+        return [future.result() for future in [pool.submit(hang)]]
 
 def hang():
     loop.call_soon_threadsafe(hangs.set)

@@ -38,19 +38,19 @@ def main() -> int:
             if len(outcomes) == arguments.episodes or len(outcomes) % _OFTEN == 0:
                 print(f"{len(outcomes)} episodes in {time.monotonic() - began:.0f} s", flush=True)
                 print(figures(outcomes), flush=True)
-    return sum(bool(each.violations) for each in outcomes)
+    return sum(bool(outcome.violations) for outcome in outcomes)
 
 
 def figures(outcomes: list[Outcome]) -> str:
     """Return the figures of all episodes: violations, seconds of convergence, leaked session-seconds."""
-    violations = sum(bool(each.violations) for each in outcomes)
+    violations = sum(bool(outcome.violations) for outcome in outcomes)
     lines = [f"violations: {violations}"]
-    converged = sorted(each.converged for each in outcomes if each.converged is not None)
+    converged = sorted(outcome.converged for outcome in outcomes if outcome.converged is not None)
     if len(converged) > 1:
         percentiles = statistics.quantiles(converged, n=100, method="inclusive")
         p50, p99, most = percentiles[49], percentiles[98], converged[-1]
         lines.append(f"convergence of {len(converged)}: p50 {p50:.1f} s, p99 {p99:.1f} s, max {most:.1f} s")
-    leaked = [each.leaked for each in outcomes]
+    leaked = [outcome.leaked for outcome in outcomes]
     mean, most = statistics.mean(leaked), max(leaked)
     lines.append(f"leaked session-seconds: {sum(leaked):.0f}, mean {mean:.2f}, max {most:.0f}")
     return "\n".join(lines)

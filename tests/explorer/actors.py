@@ -51,7 +51,7 @@ class Actor:
 
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
         self.world, self.name = world, name
-        session = "".join(each for each in name if each.isalnum()).lower()
+        session = "".join(character for character in name if character.isalnum()).lower()
         self.process: SimulatedProcess = world.process(name, {"CDSW_ENGINE_ID": f"{session:x<16}"[:16]})
         #: What it does.
         self.under_way: list[asyncio.Task[Any]] = []
@@ -72,7 +72,7 @@ class Actor:
         return self.process.env["CDSW_ENGINE_ID"]
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do something beside the schedule. What a user may see as an error is none."""
+        """Do something alongside the schedule. What a user may see as an error is none."""
         task = self.process.start(self._as_user(coroutine))
         self.under_way.append(task)
         return task
@@ -237,7 +237,9 @@ class Page(User):
 
     @property
     def cluster(self) -> CMLCluster | None:
-        found = [each.cluster for each in self.observers.observed.values() if each.record.name == NAME]
+        found = [
+            observed.cluster for observed in self.observers.observed.values() if observed.record.name == NAME
+        ]
         return found[0] if found else None
 
     def close(self) -> asyncio.Task[Any]:

@@ -104,9 +104,9 @@ class Episode:
         self.note(f"VIOLATION: {what}")
         self.outcome.violations.append(what)
         record = self.record()
-        for each in self.platform.all.values():
-            recorded = record.sessions.get(each.id) if record is not None else None
-            self.note(f"    session {each.id} {each.key} {each.status}, recorded as {recorded}")
+        for session in self.platform.all.values():
+            recorded = record.sessions.get(session.id) if record is not None else None
+            self.note(f"    session {session.id} {session.key} {session.status}, recorded as {recorded}")
 
     # -- the steps
 
@@ -174,26 +174,28 @@ class Episode:
 
     def sessions(self, role: str) -> list[SimulatedSession]:
         """Return the live sessions of workers, or of the scheduler, the oldest first."""
-        found = [each for each in self.platform.live_sessions if each.id != self.others]
-        found = [each for each in found if not self._is_beyond_reach(each)]
-        return [each for each in found if (each.key == "scheduler") == (role == "scheduler")]
+        found = [session for session in self.platform.live_sessions if session.id != self.others]
+        found = [session for session in found if not self._is_beyond_reach(session)]
+        return [session for session in found if (session.key == "scheduler") == (role == "scheduler")]
 
     def _evict(self, i: int) -> None:
         if workers := self.sessions("worker"):
             self.platform.evict(workers[i % len(workers)].id)
 
     def _evict_all(self) -> None:
-        for each in self.sessions("worker"):
-            self.platform.evict(each.id)
+        for session in self.sessions("worker"):
+            self.platform.evict(session.id)
 
     def _freeze(self, i: int) -> None:
-        running = [each for each in self.sessions("worker") if each.id in self.world.sessions.processes]
+        running = [
+            session for session in self.sessions("worker") if session.id in self.world.sessions.processes
+        ]
         if running:
             self.world.sessions.freeze(running[i % len(running)].id)
 
     def _evict_scheduler(self) -> None:
-        for each in self.sessions("scheduler"):
-            self.platform.evict(each.id)
+        for session in self.sessions("scheduler"):
+            self.platform.evict(session.id)
 
     def _lose_schedulers(self, ages: tuple[float, ...]) -> None:
         """Evict the scheduler now, and the next ones so many seconds after their launch."""
@@ -209,9 +211,9 @@ class Episode:
             self.platform.evict(found[-1].id)
 
     def _freeze_scheduler(self) -> None:
-        for each in self.sessions("scheduler"):
-            if each.id in self.world.sessions.processes:
-                self.world.sessions.freeze(each.id)
+        for session in self.sessions("scheduler"):
+            if session.id in self.world.sessions.processes:
+                self.world.sessions.freeze(session.id)
 
     def _weather(self, name: str) -> None:
         self.world.luck.weather = WEATHERS[name]
@@ -268,8 +270,8 @@ class Episode:
 
     def _keeper(self) -> User | None:
         """Return a process that keeps the cluster, or would if nobody did."""
-        users = [each for each in self.actors.values() if isinstance(each, User)]
-        return next((each for each in users if each.open is not None and each.open.takes_lease), None)
+        users = [actor for actor in self.actors.values() if isinstance(actor, User)]
+        return next((user for user in users if user.open is not None and user.open.takes_lease), None)
 
     async def _run(self, what: str, *arguments: Any, again: bool = False) -> Command:
         """Run a command, perhaps again until it gives no error or the cluster does not exist."""
@@ -310,8 +312,8 @@ class Episode:
 
     async def _settle(self) -> None:
         for actor in [*self.actors.values()]:
-            for each in actor.under_way:
-                await self._until_done(each, f"what {actor.name} does")
+            for task in actor.under_way:
+                await self._until_done(task, f"what {actor.name} does")
         await asyncio.sleep(2.0)  # until the scheduler has written the groups that were added
         began = time.monotonic()
         record = self.record()
@@ -346,7 +348,7 @@ class Episode:
     def _is_heard(self, wanted: dict[str, int]) -> bool:
         """Return whether a scheduler knows of a request. Otherwise the request dies with its process."""
         sessions = self.sessions("scheduler")
-        schedulers = [program for each in sessions for program in self.world.sessions.program(each.id)]
+        schedulers = [program for session in sessions for program in self.world.sessions.program(session.id)]
         boards = [scheduler.plugins[NAME_OF_PLUGIN]._board for scheduler in schedulers]
         return any({name: group.target for name, group in board.groups.items()} == wanted for board in boards)
 
@@ -379,7 +381,7 @@ class Episode:
         What the dead one launched and did not record, or stopped and did not record, is found only by a
         process that keeps the cluster for a while. Commands end earlier.
         """
-        if any(not each.runs for each in self.actors.values()):
+        if any(not actor.runs for actor in self.actors.values()):
             self.note("C: connect")
             await self._until_done(self.actor("C").connect(), "connect")
 
@@ -394,18 +396,20 @@ class Episode:
         if record is None:
             return ["no record"]
         found: list[str] = []
-        live = {each.id: each.key for each in self.sessions("worker") if not each.stop_requested}
+        live = {session.id: session.key for session in self.sessions("worker") if not session.stop_requested}
         # A half-made session whose refusal was lost is listed like a queued one, for ever.
-        runs = [key for each, key in live.items() if not self.platform.all[each].half_made]
+        runs = [key for id, key in live.items() if not self.platform.all[id].half_made]
         if Counter(map(_group_of, live.values())) != +Counter(wanted):
             found.append(f"sessions {sorted(live.values())}")
         if recorded := {key for key in record.sessions.values() if key != "scheduler"} ^ {*live.values()}:
             found.append(f"the record differs in {sorted(recorded)}")
-        ids = [each.id for each in self.sessions("scheduler") if not each.stop_requested]
+        ids = [session.id for session in self.sessions("scheduler") if not session.stop_requested]
         if ids != [id for id, key in record.sessions.items() if key == "scheduler"] or len(ids) != 1:
             found.append(f"sessions of schedulers {ids}")
         schedulers = [
-            program for each in self.sessions("scheduler") for program in self.world.sessions.program(each.id)
+            program
+            for session in self.sessions("scheduler")
+            for program in self.world.sessions.program(session.id)
         ]
         if len(schedulers) != 1:
             return [*found, f"{len(schedulers)} schedulers"]
@@ -429,17 +433,17 @@ class Episode:
 
     def _check_ended(self) -> None:
         """A running cluster ends by a word of its user, or if its schedulers are lost again and again."""
-        keepers = [each for each in self.actors.values() if isinstance(each, User)]
-        started = [each for each in keepers if isinstance(each, Notebook) and each.started]
-        if self.ends or not started or not all(each.runs for each in keepers):
+        keepers = [actor for actor in self.actors.values() if isinstance(actor, User)]
+        started = [keeper for keeper in keepers if isinstance(keeper, Notebook) and keeper.started]
+        if self.ends or not started or not all(keeper.runs for keeper in keepers):
             return
         if not any("schedulers in a row" in line for line in self._told(started)):
             self.violate("the cluster has ended, and nobody wanted it")
 
     def _told(self, keepers: Iterable[User]) -> list[str]:
         """Return what clusters have told their users."""
-        clusters = [each.cluster for each in keepers if each.cluster is not None]
-        return [line for each in clusters for _, line in each._cluster_manager_logs]
+        clusters = [keeper.cluster for keeper in keepers if keeper.cluster is not None]
+        return [line for cluster in clusters for _, line in cluster._cluster_manager_logs]
 
     # -- nobody comes back
 
@@ -470,7 +474,7 @@ class Episode:
 
     def _is_busy(self) -> bool:
         """Whether a notebook starts, has or ends the cluster. It may not have its name yet."""
-        return any(isinstance(each, Notebook) and each.is_busy for each in self.actors.values())
+        return any(isinstance(actor, Notebook) and actor.is_busy for actor in self.actors.values())
 
     def _may_answer(self, scheduler: SimulatedSession) -> bool:
         """Whether the program of a scheduler's session runs, or may still begin.
@@ -482,7 +486,7 @@ class Episode:
 
     def _left_running(self) -> list[str]:
         left = [*self.sessions("scheduler"), *self.sessions("worker")]
-        return [f"{each.key} ({each.id})" for each in left]
+        return [f"{session.key} ({session.id})" for session in left]
 
     # -- what must be
 
@@ -499,22 +503,22 @@ class Episode:
             self.violate(f"two sessions ran workers of one name: {self.world.sessions.doubles}")
         await self._leave_all()
         await self._check_sessions()
-        if any(each.startswith(".") for each in self.world.clusters):
+        if any(name.startswith(".") for name in self.world.clusters):
             with mock.patch.object(store, "_LEFTOVER_AGE", -1.0):  # much later
                 await self._run("prune")
         if self.world.clusters:
             self.violate(f"these folders are left: {self.world.clusters}")
         for what in self.log.tracebacks:
             self.violate(f"a traceback: {what}")
-        self.outcome.leaked = sum(self._leaked(each) for each in self.platform.all.values())
+        self.outcome.leaked = sum(self._leaked(session) for session in self.platform.all.values())
 
     async def _close_again(self) -> None:
         """Let users whose ``close()`` has named sessions that were not stopped call it again."""
-        for each in [*self.actors.values()]:
-            failed = isinstance(each, Notebook) and each.cluster and each.cluster.status == Status.failed
-            if failed and each.runs:
-                self.note(f"{each.name}: close again, after {each.errors[-1:]}")
-                await self._close(each, each.cluster)
+        for actor in [*self.actors.values()]:
+            failed = isinstance(actor, Notebook) and actor.cluster and actor.cluster.status == Status.failed
+            if failed and actor.runs:
+                self.note(f"{actor.name}: close again, after {actor.errors[-1:]}")
+                await self._close(actor, actor.cluster)
 
     async def _check_sessions(self) -> None:
         await self._until(lambda: not self._left_running(), 200.0)
@@ -532,7 +536,7 @@ class Episode:
             return False
         record = self.record()
         recorded = record is not None and session.id in record.sessions
-        dead = {each.env["CDSW_ENGINE_ID"] for each in self.world.processes if each.state == "dead"}
+        dead = {process.env["CDSW_ENGINE_ID"] for process in self.world.processes if process.state == "dead"}
         return (session.master in dead or not session.answered) and not recorded
 
     def _leaked(self, session: SimulatedSession) -> float:
@@ -546,8 +550,8 @@ class Episode:
         for actor in [*self.actors.values()]:
             if not actor.runs:
                 continue
-            for each in actor.under_way:
-                await self._until_done(each, f"what {actor.name} does")
+            for task in actor.under_way:
+                await self._until_done(task, f"what {actor.name} does")
             if isinstance(actor, Page):
                 await self._until_done(actor.close(), "the web UI's close()")
             elif isinstance(actor, Notebook) and actor.cluster is not None:
@@ -559,7 +563,7 @@ class Episode:
                 self.violate(f"tasks of {actor.name} are left: {self._tasks(actor)}")
 
     def _tasks(self, actor: Actor) -> list[str]:
-        return [text for each in actor.process.tasks if "dask_cml" in (text := str(each.get_coro()))]
+        return [text for task in actor.process.tasks if "dask_cml" in (text := str(task.get_coro()))]
 
 
 def _group_of(key: str) -> str:

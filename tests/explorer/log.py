@@ -19,7 +19,7 @@ _EXPECTED = (Killed, UnexpectedError, asyncio.CancelledError)
 def isolated_loggers() -> list[logging.Logger]:
     """Return the loggers that do not pass their records on, such as those that Dask configures."""
     known = [*logging.root.manager.loggerDict.values()]
-    return [each for each in known if isinstance(each, logging.Logger) and not each.propagate]
+    return [logger for logger in known if isinstance(logger, logging.Logger) and not logger.propagate]
 
 
 class CapturedLog(logging.Handler):
@@ -42,15 +42,15 @@ class CapturedLog(logging.Handler):
         ours = logging.getLogger("dask_cml")
         level = ours.level
         loggers = [logging.getLogger(), *isolated_loggers()]
-        for each in loggers:
-            each.addHandler(self)
+        for logger in loggers:
+            logger.addHandler(self)
         ours.setLevel(logging.INFO)
         try:
             yield
         finally:
             ours.setLevel(level)
-            for each in loggers:
-                each.removeHandler(self)
+            for logger in loggers:
+                logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         process, text = current(), record.getMessage()

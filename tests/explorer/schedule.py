@@ -225,5 +225,5 @@ _ACTORS = {
     **dict.fromkeys(("submit", "forget", "retire", "close"), "A or B"),
     **dict.fromkeys(("connect", "leave"), "B"),
     **dict.fromkeys(("open page", "close page"), "page"),
-    **dict.fromkeys([each for each in _STEPS if each.startswith("run ")], "command"),
+    **dict.fromkeys([step for step in _STEPS if step.startswith("run ")], "command"),
 }

@@ -145,7 +145,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def wait(self, futures: Collection[Future[Any]], timeout: float | None = None) -> None:
         """Do what ``concurrent.futures.wait`` does, by the clock."""
         deadline = None if timeout is None else self.now + timeout
-        while not all(each.done() for each in futures):
+        while not all(future.done() for future in futures):
             if deadline is not None and self.now >= deadline:
                 return
             self.sleep(0.05)

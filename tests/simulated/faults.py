@@ -108,15 +108,15 @@ class PlannedFaults:
 
     def fail(self, function: str, *errors: Exception) -> None:
         """Raise these errors in the next calls of a function, one in each, and do nothing."""
-        self.plan(function, *[Mishap(error=each, carried_out=False) for each in errors])
+        self.plan(function, *[Mishap(error=error, carried_out=False) for error in errors])
 
     def lose(self, function: str, *errors: Exception) -> None:
         """Raise these errors in the next calls of a function, one in each, after they are carried out."""
-        self.plan(function, *[Mishap(error=each) for each in errors])
+        self.plan(function, *[Mishap(error=error) for error in errors])
 
     def say(self, function: str, *answers: Any) -> None:
         """Return these from the next calls of a function, one from each, and do nothing."""
-        self.plan(function, *[Mishap(answer=each, carried_out=False) for each in answers])
+        self.plan(function, *[Mishap(answer=answer, carried_out=False) for answer in answers])
 
     def refuse(
         self,

@@ -123,7 +123,7 @@ class ProcessTable:
         mine = current()
         if pid is None and mine is None:
             return psutil.Process()
-        found = [mine] if pid is None else [each for each in self._processes if each.pid == pid]
+        found = [mine] if pid is None else [process for process in self._processes if process.pid == pid]
         if not found or found[0] is None or found[0].state == "dead":
             raise psutil.NoSuchProcess(pid or 0)
         [process] = found

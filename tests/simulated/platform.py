@@ -104,7 +104,7 @@ class SimulatedPlatform(PlannedFaults):
         return self.runner is not None
 
     def set(self, session_id: str, status: str | None = None, **values: Any) -> None:
-        """Set a session's status, its ``ip_address``, whether it is ``listed``, or any more that is told."""
+        """Set a session's status, its ``ip_address``, whether it is ``listed``, or what else is reported."""
         with self._lock:
             session = self.all[session_id]
             session.change(**values)
@@ -139,18 +139,22 @@ class SimulatedPlatform(PlannedFaults):
     def live_sessions(self) -> list[SimulatedSession]:
         """The sessions that have not ended, half-made ones too."""
         with self._lock:
-            return [each for each in self.all.values() if each.live]
+            return [session for session in self.all.values() if session.live]
 
     @property
     def running(self) -> dict[str, str]:
         """The sessions that run and are not being stopped: their names in their clusters, and their ids."""
-        found = [each for each in self.live_sessions if each.status == "running" and not each.stop_requested]
-        return {each.launched_with["name"].rpartition(" ")[0]: each.id for each in found}
+        found = [
+            session
+            for session in self.live_sessions
+            if session.status == "running" and not session.stop_requested
+        ]
+        return {session.launched_with["name"].rpartition(" ")[0]: session.id for session in found}
 
     @property
     def live(self) -> list[str]:
         """The ids of these sessions."""
-        return [each.id for each in self.live_sessions]
+        return [session.id for session in self.live_sessions]
 
     def count(self, function: str) -> int:
         """How often a function was called."""
@@ -183,25 +187,29 @@ class SimulatedPlatform(PlannedFaults):
         return self._call("list_workers", None, self._list)
 
     def stop_workers(self, *ids: Any) -> Any:
-        ids = tuple(each["id"] if isinstance(each, dict) else each for each in ids)
+        ids = tuple(session["id"] if isinstance(session, dict) else session for session in ids)
         return self._call("stop_workers", ids, lambda _: self._stop_all(ids))
 
     def await_workers(
         self, ids: Iterable[Any], wait_for_completion: bool = True, timeout_seconds: float = 60
     ) -> dict[str, list[dict[str, Any]]]:
-        wanted = {each["id"] if isinstance(each, dict) else each for each in ids}
+        wanted = {session["id"] if isinstance(session, dict) else session for session in ids}
         deadline = time.monotonic() + timeout_seconds
         good = ("succeeded",) if wait_for_completion else ("running",)
         while True:
-            found = [each for each in self._list() if each["id"] in wanted]
+            found = [session for session in self._list() if session["id"] in wanted]
             settled = [
-                each
-                for each in found
-                if each["status"] in ENDED or (each["status"] in good and each["ip_address"] != "unknown")
+                session
+                for session in found
+                if session["status"] in ENDED
+                or (session["status"] in good and session["ip_address"] != "unknown")
             ]
             if len(settled) == len(wanted) or time.monotonic() >= deadline:
-                workers = [each for each in settled if each["status"] in good and timeout_seconds]
-                return {"workers": workers, "failures": [each for each in found if each not in workers]}
+                workers = [session for session in settled if session["status"] in good and timeout_seconds]
+                return {
+                    "workers": workers,
+                    "failures": [session for session in found if session not in workers],
+                }
             time.sleep(5)
 
     def _newer_launch(
@@ -310,12 +318,14 @@ class SimulatedPlatform(PlannedFaults):
         return self.luck.refusal(session.key) if self.luck else None
 
     def exceeded(self, session: SimulatedSession) -> str | None:
-        """Return the resource of which there is not enough for a session, besides those before it."""
+        """Return the resource of which there is not enough for a session, in addition to those before it."""
         with self._lock:
             others = self.live_sessions if self.quota else []
-            before = [each.launched_with for each in others if not each.half_made and each.id < session.id]
+            before = [
+                other.launched_with for other in others if not other.half_made and other.id < session.id
+            ]
             for resource, most in self.quota.items():
-                if sum(each.get(resource, 1) for each in [*before, session.launched_with]) > most:
+                if sum(arguments.get(resource, 1) for arguments in [*before, session.launched_with]) > most:
                     return resource
         return None
 
@@ -323,18 +333,20 @@ class SimulatedPlatform(PlannedFaults):
         self._request("list_workers")
         with self._lock:
             caller = self.caller()
-            sessions = [each for each in self.all.values() if each.master == caller and each.listed]
+            sessions = [
+                session for session in self.all.values() if session.master == caller and session.listed
+            ]
             if self.advances and self.runner is None:
-                for each in sessions:
-                    self._advance(each)
-            texts = [each.text for each in sessions]
+                for session in sessions:
+                    self._advance(session)
+            texts = [session.text for session in sessions]
             if self.luck is not None:
                 texts = self._as_of(caller, texts, mishap.stale if mishap else 0.0)
         answer: list[dict[str, Any]] = json.loads(f"[{','.join(texts)}]")
         return answer
 
     def _as_of(self, caller: str, texts: list[str], age: float) -> list[str]:
-        """Return what the caller was told some seconds ago, if it has asked then."""
+        """Return what the caller got some seconds ago, if it has asked then."""
         now, lists = time.monotonic(), self._lists.setdefault(caller, deque())
         lists.append((now, texts))
         while lists[0][0] < now - _HISTORY:
@@ -354,15 +366,15 @@ class SimulatedPlatform(PlannedFaults):
 
     def _stop_all(self, ids: Sequence[str]) -> list[Response]:
         if not ids:  # it means all of the caller's
-            ids = [each.id for each in self.live_sessions if each.master == self.caller()]
-        hang = [each for each in ids if each in self.never_stops]
-        rest, responses = [each for each in ids if each not in hang], []
+            ids = [session.id for session in self.live_sessions if session.master == self.caller()]
+        hang = [session_id for session_id in ids if session_id in self.never_stops]
+        rest, responses = [session_id for session_id in ids if session_id not in hang], []
         for begin in range(0, len(rest), _AT_ONCE):
             self._request("stop_workers", len(rest[begin : begin + _AT_ONCE]))
-            responses += [self._stop(each) for each in rest[begin : begin + _AT_ONCE]]
+            responses += [self._stop(session_id) for session_id in rest[begin : begin + _AT_ONCE]]
         while self.never_stops & {*hang}:
             time.sleep(0.01)
-        return responses + [self._stop(each) for each in hang]
+        return responses + [self._stop(session_id) for session_id in hang]
 
     def _stop(self, session_id: str) -> Response:
         with self._lock:

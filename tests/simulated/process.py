@@ -87,7 +87,7 @@ class SimulatedProcess:
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
         """The tasks that are not over."""
-        return [each for each in self._tasks if not each.done()]
+        return [task for task in self._tasks if not task.done()]
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function as this process."""
@@ -141,8 +141,8 @@ class SimulatedProcess:
             comm.stop() if isinstance(comm, BaseTCPListener) else comm.abort()
         for stream in [*self._accepted]:
             stream.close()
-        for each in self.on_end:
-            each()
+        for callback in self.on_end:
+            callback()
 
     def forget(self) -> None:
         """Let go of what the process was about to do. Call this when the loop is closed."""

@@ -157,7 +157,7 @@ class RunningSessions:
         process = self.processes.get(session.id)
         if process is not None and process.runs:
             grace = self._luck.chance("grace", session.id).choice([0.0, 0.5, _GRACE])
-            closing = [process.start(_close(each)) for each in self.program(session.id)]
+            closing = [process.start(_close(server)) for server in self.program(session.id)]
             if closing and grace:
                 await asyncio.wait(closing, timeout=grace)
         self._kill(session)
@@ -223,12 +223,12 @@ class RunningSessions:
         name, n = options["name"], int(options["nworkers"])
         if any(process.runs for process in self._running(name) if process is not self.processes[session.id]):
             self.doubles.append(name)
-        offered = (each.split("=") for each in options.get("resources", "").split())
+        offered = (pair.split("=") for pair in options.get("resources", "").split())
         resources = {resource: float(amount) for resource, amount in offered}
         workers = [
             Worker(
                 address,
-                name=each,
+                name=worker_name,
                 nthreads=int(options["nthreads"]),
                 memory_limit=0,
                 resources=resources,
@@ -237,7 +237,7 @@ class RunningSessions:
                 death_timeout=float(options["death-timeout"]),
                 **_keys_of(options, "worker"),
             )
-            for each in ([name] if n == 1 else [f"{name}-{i}" for i in range(n)])
+            for worker_name in ([name] if n == 1 else [f"{name}-{i}" for i in range(n)])
         ]
         for worker in workers:
             worker.startup_information["cml"] = lambda _: {"session": session.id}
@@ -247,8 +247,13 @@ class RunningSessions:
 
     def _running(self, name: str) -> list[SimulatedProcess]:
         """Return the processes of the workers of this name."""
-        ids = [each for each, servers in self._servers.items() for server in servers if _is_of(server, name)]
-        return [self.processes[each] for each in ids]
+        ids = [
+            session_id
+            for session_id, servers in self._servers.items()
+            for server in servers
+            if _is_of(server, name)
+        ]
+        return [self.processes[session_id] for session_id in ids]
 
     async def _meet(self, folder: str, file: str, timeout: float) -> str | None:
         """Return the scheduler's address, or None if the folder is removed first."""

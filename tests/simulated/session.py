@@ -34,11 +34,11 @@ class SimulatedSession:
     half_made : bool
         Whether its launch was refused.
     answered : bool
-        Whether its launcher was told its id.
+        Whether its launcher got its id.
     listed : bool
         Whether it is in lists.
     more : dict
-        What the platform tells of it, in addition.
+        What the platform reports of it, in addition.
     """
 
     id: str
@@ -97,7 +97,7 @@ class SimulatedSession:
 
     @property
     def text(self) -> str:
-        """What is told of it, as JSON."""
+        """What is reported of it, as JSON."""
         if self._text is None:
             self._text = json.dumps(self.described())
         return self._text

@@ -30,7 +30,9 @@ def simulated(test: Callable[..., Any]) -> Callable[..., None]:
             await it.process("notebook", {"CDSW_ENGINE_ID": "notebook12345678"}).start(
                 test(it=it, **arguments)
             )
-            left = [each for each in it.platform.live_sessions if each.key and not each.stop_requested]
+            left = [
+                session for session in it.platform.live_sessions if session.key and not session.stop_requested
+            ]
             assert not left, "the test left sessions live"
 
         with world(state) as run:
@@ -39,7 +41,9 @@ def simulated(test: Callable[..., Any]) -> Callable[..., None]:
         # while another test compiles code.
         gc.collect()
 
-    wanted = [each for each in inspect.signature(test).parameters.values() if each.name != "it"]
+    wanted = [
+        parameter for parameter in inspect.signature(test).parameters.values() if parameter.name != "it"
+    ]
     directory = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     run_test.__signature__ = inspect.Signature([directory, *wanted])  # type: ignore[attr-defined]
     run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__

@@ -91,7 +91,7 @@ class World:
     @property
     def clusters(self) -> list[str]:
         """The names of the folders of clusters, also of what removed them in part."""
-        return sorted({each.name for each in self.directory.iterdir()} - {HISTORY_FOLDER})
+        return sorted({path.name for path in self.directory.iterdir()} - {HISTORY_FOLDER})
 
 
 @contextlib.contextmanager
@@ -128,8 +128,8 @@ def world(directory: Path, *, luck: Luck | None = None, named: bool = True) -> I
             yield run
         finally:
             loop.close()
-            for each in made:
-                for process in each.processes:
+            for it in made:
+                for process in it.processes:
                     process.forget()
             SpecCluster._instances.clear()  # at exit, Dask would close what killed processes have left
 
@@ -160,7 +160,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         (lifetime, "threading", _with(threading, Timer=_Timer)),
         (calls, "wait", it.loop.wait),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
-        (kept_cluster, "end_at_exit", lambda each: _clusters().append(each)),
+        (kept_cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
         *((module, "no_longer_end_at_exit", _forget) for module in (kept_cluster, cluster)),
         *((module, "unclosed", _clusters) for module in (observers, kept_cluster)),
     ]
@@ -181,7 +181,7 @@ def _clusters() -> list[Any]:
 
 
 def _forget(cluster: Any) -> None:
-    if any(each is cluster for each in _clusters()):
+    if any(other is cluster for other in _clusters()):
         _clusters().remove(cluster)
 
 

@@ -1,6 +1,6 @@
 """Memory cgroups: the kernel limits the memory of a session exactly, as a node limits that of a pod.
 
-The cgroup of a session is beside that of its launcher. Limits of the cgroups above apply, too.
+The cgroup of a session is next to that of its launcher. Limits of the cgroups above apply, too.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def place(session_id: str) -> Path | None:
             parent = parent.parent
     except OSError:
         return None
-    if not all(os.access(each, os.W_OK) for each in (parent, parent / "cgroup.procs")):
+    if not all(os.access(path, os.W_OK) for path in (parent, parent / "cgroup.procs")):
         return None
     return parent / f"cml-{session_id}"
 

@@ -117,7 +117,7 @@ def clear() -> None:
 def expire() -> None:
     """Let the time be over for which faults last."""
     with state.locked() as path:
-        state.write_json(path / "faults.json", [each for each in left() if each["seconds"] is None])
+        state.write_json(path / "faults.json", [fault for fault in left() if fault["seconds"] is None])
         (path / "hidden.json").unlink(missing_ok=True)
 
 
@@ -226,8 +226,8 @@ def _hide(session: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
 def _shown(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the sessions as the platform lists them."""
     hidden = state.read_json(state.directory() / "hidden.json") or {}
-    shown = [_show(each, hidden.get(each["id"], {})) for each in sessions]
-    return [each for each in shown if each]
+    shown = [_show(session, hidden.get(session["id"], {})) for session in sessions]
+    return [session for session in shown if session]
 
 
 def _show(session: dict[str, Any], hidden: Mapping[str, float]) -> dict[str, Any] | None:

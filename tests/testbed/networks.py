@@ -158,7 +158,7 @@ def _make_bridge(plan: dict[str, str]) -> None:
 def _free_subnet(bridge: str) -> str:
     routes = json.loads(_run([*_host(bridge), "ip", "-json", "-4", "route", "show", "table", "all"]))
     destinations = [route["dst"] for route in routes if route["dst"] != "default"]
-    taken = [ipaddress.IPv4Network(each, strict=False) for each in destinations]
+    taken = [ipaddress.IPv4Network(destination, strict=False) for destination in destinations]
     start = int(hashlib.sha256(bridge.encode()).hexdigest(), 16)
     for i in range(_COUNT):
         subnet = ipaddress.IPv4Network(f"10.{_FIRST + (start + i) % _COUNT}.0.0/16")
@@ -168,10 +168,10 @@ def _free_subnet(bridge: str) -> str:
     raise OSError("no free network between 10.128.0.0/16 and 10.255.0.0/16")
 
 
-def _exists(link: str, bridge: str) -> bool:
+def _exists(name: str, bridge: str) -> bool:
     """Return whether this machine's own network has a link of this name."""
     links = json.loads(_run([*_host(bridge), "ip", "-json", "link", "show"]) or "[]")
-    return any(each.get("ifname") == link for each in links)
+    return any(link.get("ifname") == name for link in links)
 
 
 def _batch(bridge: str, *commands: str, namespace: str | None = None) -> None:
