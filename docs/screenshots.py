@@ -84,7 +84,7 @@ def take_web_ui(chrome: Any, server: PageServer) -> None:
     environment = {**os.environ, "CDSW_CREATOR": "bob"}
     subprocess.run([sys.executable, "-m", "dask", *create], env=environment, check=True)
     # There is room for the third scheduler and for one of its two workers.
-    used = sum(each["cpu"] for each in testbed.list_workers() if each["status"] in LIVE)
+    used = sum(session["cpu"] for session in testbed.list_workers() if session["status"] in LIVE)
     testbed.configure(quota={"cpu": used + 5}, over_quota="wait")
     options = {"name": "forecast", "n_workers": 2, "cpu": 4, "memory": 16}
     assert server.ask("POST", "api/clusters", options)[0] in (201, 202)

@@ -13,7 +13,7 @@ def _documented(command: click.Command) -> click.Command:
     if isinstance(command, click.Group):
         commands = {name: _documented(one) for name, one in command.commands.items()}
         return click.Group(command.name, commands, help=command.help)
-    params = [each for each in command.get_params(click.Context(command)) if "--help" not in each.opts]
+    params = [param for param in command.get_params(click.Context(command)) if "--help" not in param.opts]
     return click.Command(command.name, params=params, help=command.help)
 
 

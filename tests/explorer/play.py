@@ -20,6 +20,9 @@ from .episode import Episode, Outcome
 from .log import isolated_loggers
 from .schedule import schedule_of
 
+# Dask removes the scratch folders of killed processes when Python exits, which logs that they are gone.
+logging.getLogger("distributed.diskutils").setLevel(logging.CRITICAL)
+
 
 def play(seed: int) -> Outcome:
     """Play the episode of a seed. An exception that it or a thread raises is a violation, too."""
