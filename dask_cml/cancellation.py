@@ -31,6 +31,15 @@ async def cancel(*tasks: asyncio.Future | None) -> None:
         _, pending = await asyncio.wait(pending, timeout=_PATIENCE)
 
 
+async def end_of(task: asyncio.Task[T]) -> T | None:
+    """Return the result of a task, or raise its error. None: another has cancelled it.
+
+    A cancellation of who waits does not cancel the task.
+    """
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.result()
+
+
 def _drop_error(task: asyncio.Future) -> None:
     """Retrieve the error of a task. Otherwise, asyncio logs that nobody did."""
     if not task.cancelled():

@@ -122,6 +122,15 @@ class Server:
 
         return await asyncio.wait_for(wait(), 120)
 
+    async def until_answers(self, path: str, answer: Any) -> None:
+        """Wait until a GET request has an answer."""
+
+        async def wait() -> None:
+            while await self.get(path) != answer:
+                await asyncio.sleep(0.02)
+
+        await asyncio.wait_for(wait(), 120)
+
 
 @pytest.fixture
 def local_clusters(platform, light, monkeypatch):
@@ -487,7 +496,7 @@ async def test_invalid_numbers_are_refused_with_a_reason(server):
 async def test_reading_a_log_continues_at_the_offset(server):
     await server.post("/api/clusters", name="night")
     await server.until("night", running)
-    assert (await server.get("/api/clusters/night/logs"))["sessions"] == ["Cluster", "Scheduler"]
+    await server.until_answers("/api/clusters/night/logs", {"sessions": ["Cluster", "Scheduler"]})
     log = "/api/clusters/night/logs?session=Scheduler"
     first = await server.get(log)
     assert "Scheduler at:" in first["text"]

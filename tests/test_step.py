@@ -111,6 +111,40 @@ async def test_a_stop_that_is_refused_delays_no_launch(it):
 
 
 @simulated
+async def test_a_cluster_that_ends_while_it_is_entered_says_so(it):
+    cluster = await simulate(name="mine")
+    closing = asyncio.create_task(cluster.close())
+    with pytest.raises(CMLError, match="not connected: cluster mine is clos"):
+        await asyncio.create_task(cluster.__aenter__())  # its step has not begun when the cluster closes
+    await closing
+
+
+@simulated
+async def test_who_waits_for_a_step_waits_on_if_another_is_cancelled_that_waits_for_it(it):
+    async with simulate(name="mine") as cluster:
+        with it.platform.held("launch_workers"):
+            cluster.worker_spec.update(cluster.new_worker_spec())
+            cancelled, waiting = (asyncio.ensure_future(cluster._correct_state()) for _ in range(2))
+            await eventually(lambda: it.platform.under_way)
+            cancelled.cancel()
+        await waiting
+        assert len(cluster.workers) == 1
+
+
+@simulated
+async def test_no_step_outlasts_the_cluster(it):
+    cluster = await simulate(name="mine", n_workers=1)
+    await eventually(lambda: arrived(cluster) == 1)
+    with it.platform.held("launch_workers"):
+        cluster.scale(2)
+        await eventually(lambda: it.platform.under_way)
+        waiting = asyncio.ensure_future(cluster._correct_state())
+        await cluster.close()
+        await waiting
+    await eventually(lambda: not it.platform.running)
+
+
+@simulated
 async def test_a_slow_stop_is_requested_once_and_noticed_at_once(it):
     async with simulate(n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)

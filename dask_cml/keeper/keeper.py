@@ -67,7 +67,7 @@ def _class_of(spec: Mapping[str, Any]) -> Any:
 class Keeper:
     """Makes the sessions of a cluster what its ``worker_spec`` says.
 
-    :meth:`step` is the body of SpecCluster's ``_correct_state_internal``. Once a second, :meth:`run` finds
+    :meth:`step` is the body of SpecCluster's ``_correct_state``. Once a second, :meth:`run` finds
     lost workers, replaces them in the spec, and lets the cluster take a step.
 
     Parameters

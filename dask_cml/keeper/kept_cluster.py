@@ -25,7 +25,7 @@ from distributed.objects import SchedulerInfo
 from distributed.security import Security
 
 from dask_cml import output
-from dask_cml.cancellation import cancel, within
+from dask_cml.cancellation import cancel, end_of, within
 from dask_cml.checks import message
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, SchedulerTimeout, without_frames
 from dask_cml.keeper.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
@@ -132,6 +132,7 @@ class KeptCluster(SpecCluster):
         self._keeping: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._steps: set[asyncio.Task[None]] = set()
         self._shuts_down = False
         self._writing: set[asyncio.Task[Any]] = set()
         self._why_not_connected: str | None = None
@@ -548,7 +549,7 @@ class KeptCluster(SpecCluster):
         """Leave the cluster to another process that keeps it now, and stop nothing."""
         logger.info("Cluster %s kept by another process", self.options.name)
         self._role = Follower(self, self.groups, self._remote, self.worker_spec)
-        await cancel(self._keeping)
+        await self._stop_keeping()
         async with self._lock:
             await keeper.close(writes=False)
             self._api.forget(*self._api.live)
@@ -591,15 +592,32 @@ class KeptCluster(SpecCluster):
 
     # -- the step
 
-    async def _correct_state_internal(self) -> None:
-        # SpecCluster._correct_state_internal (spec.py:352) retires workers by their names as addresses
-        # (359), waits for every launch and end (365, 389), and keeps what was refused as if it ran (390).
+    def _correct_state(self) -> asyncio.Task[None]:
+        """Take a step soon, and return a task that waits for its end.
+
+        SpecCluster._correct_state (spec.py:343) returns the step itself, so all who wait for it are cancelled
+        with the first of them, or when the cluster ends. Its body retires workers by their names as addresses
+        (359), waits for every launch and end (365, 389), and keeps what was refused as if it ran (390).
+        """
+        step = self._correct_state_waiting
+        if step is None:
+            step = self._correct_state_waiting = asyncio.create_task(self._take_step())
+            self._steps.add(step)
+            step.add_done_callback(self._steps.discard)
+        return asyncio.create_task(end_of(step))
+
+    async def _take_step(self) -> None:
         self._correct_state_waiting = None
         if self._starting is None or not self._starting.done():  # the start launches all
             return
         async with self._lock:
             if self.status == Status.running:
                 await self._role.step()
+
+    async def _stop_keeping(self) -> None:
+        """Cancel the checks and the steps of this process."""
+        self._correct_state_waiting = None
+        await cancel(self._keeping, *self._steps)
 
     # -- adaptive scaling and worker groups
 
@@ -735,7 +753,7 @@ class KeptCluster(SpecCluster):
                 why = loss.words
         self._log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
         self._log(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
-        await cancel(self._keeping)
+        await self._stop_keeping()
         await self._unsubscribe()
         self._remote.close()
         self._forget_workers()
@@ -796,7 +814,8 @@ class KeptCluster(SpecCluster):
             await self._write_last()
         self.groups.stop_adapting()
         try:
-            await cancel(self._starting, self._following, self._keeping, self._correct_state_waiting)
+            await cancel(self._starting, self._following)
+            await self._stop_keeping()
             await (self._say_goodbye() if shutdown else self._hand_over())
         except Exception:  # the sessions are stopped even so
             logger.exception("Cluster %s not closed properly", self.options.name)
@@ -933,7 +952,8 @@ class KeptCluster(SpecCluster):
         self.status = Status.closed
         if self._starting is not None and self._starting.get_loop().is_running():
             loop = self._starting.get_loop()
-            asyncio.run_coroutine_threadsafe(cancel(self._keeping, self._following), loop)
+            asyncio.run_coroutine_threadsafe(cancel(self._following), loop)
+            asyncio.run_coroutine_threadsafe(self._stop_keeping(), loop)
         if record is None or status == Status.closed or not self.shutdown_on_close:
             return
         program = [sys.executable, "-m", "dask", "cml", "delete", record.name, "--reason", self.end_reason]
