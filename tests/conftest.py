@@ -5,6 +5,7 @@ import contextlib
 import gc
 import http.server
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -49,10 +50,25 @@ TOGETHER = (
 )
 
 
+#: Tests between two collections of garbage, which take as long as some tests.
+_TESTS_PER_COLLECTION = 10
+_n_tests = itertools.count(1)
+
+
 def pytest_collection_finish() -> None:
-    """Let collections of garbage, of which simulated tests need one each, skip what stays for all tests."""
+    """Collect garbage only between tests, without what stays for all tests.
+
+    What killed processes leave behind runs code when it is collected. Python 3.11 does not survive this while
+    a test compiles code.
+    """
     gc.collect()
     gc.freeze()
+    gc.disable()
+
+
+def pytest_runtest_logfinish() -> None:
+    if next(_n_tests) % _TESTS_PER_COLLECTION == 0:
+        gc.collect()
 
 
 @pytest.hookimpl(optionalhook=True)

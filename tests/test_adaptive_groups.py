@@ -60,6 +60,7 @@ async def test_from_nothing_tasks_bring_sessions_of_the_group_that_they_need(it,
         await eventually(lambda: not cluster.worker_spec and not cluster.workers)
 
 
+@pytest.mark.slow
 def test_groups_adapt_at_once_and_a_fixed_one_stays(cluster, client, where, until):
     cluster.add_worker_group("big", n_workers=1, resources={"DISK": 2})
     cluster.adapt(0, 1, **FAST)

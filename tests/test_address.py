@@ -183,6 +183,8 @@ async def test_connecting_to_an_unknown_name_fails_at_once_and_lists_the_known_o
     assert isinstance(failed.value, OSError)
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_the_link_to_the_dashboard_is_the_clusters(cluster, holds):
     async with (
         CMLCluster(name="linked", platform="local", asynchronous=True, quiet=True) as linked,
@@ -390,6 +392,8 @@ future.result()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @pytest.mark.parametrize("end", ["shut down", "killed"])
 async def test_a_script_ends_with_its_cluster(platform, light, tmp_path, holds, end):
     options = {"name": "lab", "n_workers": 1, "platform": "local"}

@@ -304,7 +304,8 @@ def listens(port):
     return False
 
 
-@pytest.mark.parametrize("how", ["IPython", pytest.param("Python", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["IPython", "Python"])
 def test_the_application_serves_the_page_and_shuts_down_its_clusters_when_it_stops(
     quota, amp, light, until, monkeypatch, how
 ):

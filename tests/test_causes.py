@@ -131,6 +131,7 @@ def test_a_session_that_ran_tasks_ended_because_of_them(last, log):
 # -- on real processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker_args", [[], ["--no-nanny"]])
 def test_a_worker_whose_scheduler_accepts_connections_and_never_answers_ends(tmp_path, worker_args):
     options = Options.read(name="lab", platform="local", scheduler_timeout=8, worker_args=worker_args)
@@ -217,6 +218,7 @@ async def test_out_of_memory(limited, tmp_path, client, is_told):
     await is_told(words, "out of memory")
 
 
+@pytest.mark.slow
 async def test_scratch_full(client, is_told):
     def fills_scratch():
         with tempfile.NamedTemporaryFile() as file:
@@ -248,6 +250,7 @@ BUS_ERROR = (
 )
 
 
+@pytest.mark.slow
 async def test_shared_memory_full(client, is_told):
     # So ends a process that writes to a full /dev/shm.
     future = client.submit(lambda: os.kill(os.getpid(), signal.SIGBUS), key="crashes")
@@ -260,6 +263,7 @@ async def test_shared_memory_full(client, is_told):
 STATUS = lambda dask_worker: dask_worker.status.name  # noqa: E731
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("crash", "words"),
     [
@@ -287,6 +291,7 @@ async def test_why_a_nanny_has_started_its_worker_again(platform, holds, crash, 
             assert losses() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("notice", "words", "lost"),
     [
@@ -334,8 +339,9 @@ async def test_a_worker_that_was_closed_is_not_a_loss(client, is_told):
     await is_told("closed")
 
 
-@pytest.mark.parametrize("nannies", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nannies", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
 async def test_results_survive_a_notice_and_are_not_computed_again(
     platform, light, holds, tmp_path, nannies, processes
 ):

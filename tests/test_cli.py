@@ -143,6 +143,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     assert store.records() == []
 
 
+@pytest.mark.slow
 def test_create_prints_the_link_of_a_dashboard_that_outlives_the_command(left_by_create, until):
     [line] = [line for line in left_by_create.splitlines() if line.startswith("Dashboard: ")]
     link = line.removeprefix("Dashboard: ")
@@ -161,6 +162,7 @@ def left_by_create():
     run("delete", "mine")
 
 
+@pytest.mark.slow
 async def test_the_creator_of_a_deleted_cluster_launches_no_more_sessions(platform, holds):
     async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
         await holds(lambda: arrived(cluster))
@@ -170,6 +172,7 @@ async def test_the_creator_of_a_deleted_cluster_launches_no_more_sessions(platfo
         assert store.records() == []
 
 
+@pytest.mark.slow
 def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     platform.configure(quota={"cpu": 2, "memory": 100})
     error = run("create", "--n-workers", 3, code=1)
@@ -195,6 +198,7 @@ def test_delete_notes_a_reason_in_the_history():
     assert [cluster.why for cluster in asyncio.run(operations.ended_clusters())] == ["the month is over"]
 
 
+@pytest.mark.slow
 def test_a_command_does_not_wait_for_a_cluster_whose_workers_fail(platform):
     run("create", "--name", "mine")
     platform.inject("fails", match="mine-", times=10)
@@ -262,6 +266,7 @@ def test_a_command_adapts_a_cluster_that_nobody_keeps_until_ctrl_c(platform, lef
         assert limits(cluster) is None
 
 
+@pytest.mark.slow
 def test_what_a_script_asks_for_before_it_ends_is_written_on_the_board(left):
     code = "from dask_cml import CMLCluster; CMLCluster.from_name('mine', quiet=True).scale(1)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -269,12 +274,14 @@ def test_what_a_script_asks_for_before_it_ends_is_written_on_the_board(left):
     assert group["n_workers"] == 1
 
 
+@pytest.mark.slow
 def test_a_script_that_takes_a_cluster_over_does_not_scale_it(left):
     run("scale", "mine", 1)
     with CMLCluster.from_name("mine", quiet=True) as cluster:
         assert target(cluster) == 1
 
 
+@pytest.mark.slow
 def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
     with CMLCluster(n_workers=1, name="mine", quiet=True) as cluster:
         cluster.scale(0)
@@ -284,6 +291,7 @@ def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
             assert cluster.board.groups["default"].target == 0
 
 
+@pytest.mark.slow
 def test_a_command_that_adapts_says_that_another_process_scales(left):
     with started("adapt", "mine", 1, 2) as process:
         assert process.stdout.readline() == f"Cluster mine adapts between 1 and 2 workers: {COMMAND_ADAPTS}\n"
@@ -292,6 +300,7 @@ def test_a_command_that_adapts_says_that_another_process_scales(left):
         assert (code, "another process scales it" in process.stderr.read()) == (1, True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_adapt_is_written_leaves_nothing_adapting(left, monkeypatch):
     written = CMLCluster.written
 
@@ -523,6 +532,7 @@ def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypat
 # -- what is left of clusters
 
 
+@pytest.mark.slow
 def test_a_project_without_clusters_says_how_to_create_one():
     assert shell("list") == ("", "No clusters. Create one: dask cml create --n-workers 2\n")
     assert shell("list", "--json") == ("[]\n", "")
@@ -553,6 +563,7 @@ def test_stale_records_say_so_and_are_pruned(platform, monkeypatch):
     assert store.records() == []
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_sessions_cannot_be_stopped_keeps_its_record(platform):
     [session] = platform.launch_workers(1, 1, 1, name="kept", code="import time; time.sleep(600)")
     add_stale("kept", launches=sessions(**{session["id"]: "scheduler"}))

@@ -40,6 +40,7 @@ async def test_another_thread_closes_an_asynchronous_cluster(all_closed):
     all_closed(cluster, n_sessions=2)
 
 
+@pytest.mark.slow
 async def test_another_thread_leaves_an_asynchronous_cluster(platform, all_closed):
     cluster = await make(name="mine", n_workers=1)
     await asyncio.wait_for(asyncio.to_thread(cluster.leave), PATIENCE)
@@ -50,6 +51,7 @@ async def test_another_thread_leaves_an_asynchronous_cluster(platform, all_close
     all_closed(again, n_sessions=2)
 
 
+@pytest.mark.slow
 async def test_close_all_in_an_event_loop_closes_its_clusters_there(all_closed, holds):
     clusters = [await make(n_workers=1), await make()]
     dask_cml.close_all()
@@ -57,6 +59,7 @@ async def test_close_all_in_an_event_loop_closes_its_clusters_there(all_closed, 
     all_closed(*clusters, n_sessions=3)
 
 
+@pytest.mark.slow
 async def test_close_all_in_another_thread_closes_the_clusters_of_an_event_loop(all_closed):
     clusters = [await make(n_workers=1), await make()]
     await asyncio.wait_for(asyncio.to_thread(dask_cml.close_all), PATIENCE)
@@ -77,6 +80,7 @@ def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, is_loo
     all_closed(cluster, n_sessions=2)
 
 
+@pytest.mark.slow
 def test_close_all_in_one_event_loop_closes_the_cluster_of_another(all_closed):
     async def main():
         clusters.append(await make(n_workers=1))

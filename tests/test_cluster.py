@@ -84,6 +84,7 @@ def test_scaling_up_and_down(platform, cluster, client, until):
     assert client.submit(sum, [1]).result() == 1
 
 
+@pytest.mark.slow
 def test_scaling_down_first_closes_sessions_that_are_not_connected(platform, cluster, client, until):
     platform.configure(start_delay=3600)
     names = {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
@@ -243,6 +244,7 @@ def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster,
         cluster.get_logs(first)
 
 
+@pytest.mark.slow
 def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, until):
     with (
         CMLCluster(1, log_directory=str(tmp_path), name="c", platform="local") as cluster,
@@ -267,6 +269,7 @@ async def test_job_script_launches_nothing(platform):
     await cluster.close()
 
 
+@pytest.mark.slow
 def test_environment_reaches_scheduler_and_workers(platform):
     env = {"GREETING": 'it\'s $HOME "quoted" {1+1}'}
     with (
@@ -289,6 +292,7 @@ def test_names_with_special_characters(platform, name):
         assert cluster.name == name
 
 
+@pytest.mark.slow
 def test_log_directory_keeps_the_output(platform, tmp_path):
     with (
         CMLCluster(n_workers=1, log_directory=str(tmp_path / "logs"), name="c", platform="local") as cluster,
@@ -309,6 +313,7 @@ def test_close_leaves_no_session_and_no_folder(platform):
     cluster.close()
 
 
+@pytest.mark.slow
 def test_close_from_two_threads(platform):
     cluster = CMLCluster(n_workers=1, platform="local")
     threads = [threading.Thread(target=cluster.close) for _ in range(2)]
@@ -343,6 +348,7 @@ def test_two_clusters_side_by_side(platform, capsys):
         assert of_one.submit(sum, [5, 6]).result() == 11
 
 
+@pytest.mark.slow
 def test_close_all_closes_the_cluster_of_a_cell_that_ran_twice(platform):
     first = CMLCluster(platform="local", quiet=True)
     second = CMLCluster(platform="local", quiet=True, scheduler_args=["--no-dashboard"])
@@ -384,6 +390,7 @@ def test_another_session_of_the_user_survives(platform, until):
     platform.stop_workers(other["id"])
 
 
+@pytest.mark.slow
 def test_silence_logs_is_undone_at_the_end(platform):
     handler = logging.StreamHandler()
     logging.getLogger("distributed").addHandler(handler)
@@ -410,6 +417,7 @@ def test_a_cluster_that_shut_itself_down_leaves_no_forwarder_and_no_silence(plat
         logging.getLogger("distributed").removeHandler(handler)
 
 
+@pytest.mark.slow
 def test_a_cluster_prints_its_log_unless_quiet(platform, capsys):
     for quiet in (False, True):
         with CMLCluster(platform="local", quiet=quiet) as cluster:
@@ -442,6 +450,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_constructor_leaves_no_session(platform, until):
     platform.inject("stuck", times=3)
     process = subprocess.Popen(

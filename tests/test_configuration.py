@@ -281,6 +281,7 @@ def test_a_state_directory_that_is_set_here_is_that_of_the_sessions(tmp_path, mo
         assert inherited(state_directory()) == {"DASK_CML__STATE_DIRECTORY": str(tmp_path / "here")}
 
 
+@pytest.mark.slow
 async def test_sessions_inherit_the_configuration_from_before_the_creation(platform, light):
     ours = {
         "distributed.scheduler.unknown-task-duration": "3s",

@@ -28,6 +28,7 @@ def lab(**options):
     return simulate(name="lab", **options)
 
 
+@pytest.mark.slow
 async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsys):
     cell = {"name": "lab", "n_workers": 1, "create_mode": "create-or-connect", "quiet": False}
     async with make(**cell) as first:

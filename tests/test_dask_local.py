@@ -98,6 +98,7 @@ def test_without_ipywidgets_it_is_shown_as_html(cluster, monkeypatch):
     monkeypatch.delattr(cluster, "_cached_widget")
 
 
+@pytest.mark.slow
 def test_dasks_own_exit_hook_closes_it(platform):
     cluster = CMLCluster(n_workers=0, platform="local", **LIGHT)
     loop = cluster.loop.asyncio_loop

@@ -96,6 +96,7 @@ def test_their_parameters_are_the_prototypes():
     assert parameters(get_dashboard_url) == {"dask_scheduler": required}
 
 
+@pytest.mark.slow
 def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
     NUM_WORKERS = 2
     CPU_PER_WORKER = 1
@@ -160,6 +161,7 @@ def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_
         stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
 
 
+@pytest.mark.slow
 def test_the_platform_may_be_configured_instead(platform):
     with pytest.raises(NotOnCML, match="DASK_CML__PLATFORM=local"):
         run_dask_cluster(1, 1, 1)
@@ -168,6 +170,7 @@ def test_the_platform_may_be_configured_instead(platform):
     stop(platform, *cluster["scheduler"], *cluster["workers"])
 
 
+@pytest.mark.slow
 def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
     url = get_scheduler_url(scheduler)
     with dask.config.set({"cml.processes": 2, "cml.worker-args": []}):
@@ -179,6 +182,7 @@ def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
         stop(workers_v1, *workers)
 
 
+@pytest.mark.slow
 def test_they_work_where_an_event_loop_runs(workers_v1):
     async def notebook():
         cluster = run_dask_cluster(1, 1, 1)
@@ -210,6 +214,7 @@ def test_a_scheduler_that_does_not_answer_raises_an_error(workers_v1, other):
     assert left(workers_v1, other) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granted", [1, 3])
 def test_a_quota_that_grants_fewer_sessions_raises_an_error(workers_v1, other, granted):
     """It refuses the scheduler, or the second of two workers."""
@@ -219,7 +224,8 @@ def test_a_quota_that_grants_fewer_sessions_raises_an_error(workers_v1, other, g
     assert left(workers_v1, other) == []
 
 
-@pytest.mark.parametrize("fault", [pytest.param("succeeds", marks=pytest.mark.slow), "fails"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["succeeds", "fails"])
 def test_a_worker_that_exits_raises_an_error(workers_v1, scheduler, other, fault):
     workers_v1.inject(fault, skip=1)
     with pytest.raises(SessionFailed, match=r"the worker's session .* ended"):
@@ -238,6 +244,7 @@ def test_a_worker_that_does_not_connect_raises_an_error(workers_v1, scheduler, o
     assert left(workers_v1, other) == [scheduler[0]["id"]]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_lost_while_workers_start_raises_an_error(workers_v1, other, until):
     def lose():
         def worker():

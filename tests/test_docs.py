@@ -159,6 +159,7 @@ def commands(line):
     yield words
 
 
+@pytest.mark.slow
 def test_the_calls_of_the_api_answer_as_the_page_says(project):
     command = [sys.executable, "-m", "dask", "cml", "serve", "--port", "0"]
     env = {**os.environ, "DASK_CML__PLATFORM": "local", TOKEN_VARIABLE: "token"}

@@ -109,6 +109,7 @@ def mend(finding, **more):
 # -- the command
 
 
+@pytest.mark.slow
 def test_doctor_finds_nothing_wrong_in_a_good_environment_with_a_running_cluster(platform, no_nannies):
     variables = {**os.environ, "DASK_CML__PLATFORM": "local"}
     with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:

@@ -65,6 +65,7 @@ def test_a_job_that_succeeds_has_a_result_and_exits_with_0(platform, laptop, job
     assert is_over(platform)
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_exits_with_another_status_and_leaves_no_session(platform, laptop, job):
     (laptop / "prices.json").mkdir()  # so the result cannot be written
     done = subprocess.run(job, cwd=laptop, timeout=240, capture_output=True, text=True)

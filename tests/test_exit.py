@@ -191,6 +191,7 @@ store.write_sessions(store.read(cluster.name), launched, [])
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_sessions_of_another_process_are_stopped_although_the_event_loop_has_ended(platform, all_stopped):
     returned, _, err = Program(ANOTHERS).ends()
@@ -198,9 +199,10 @@ def test_sessions_of_another_process_are_stopped_although_the_event_loop_has_end
     all_stopped(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
-    [SYNC + "1 / 0", pytest.param(UNCLOSED + "    1 / 0\nasyncio.run(main())", marks=pytest.mark.slow)],
+    [SYNC + "1 / 0", UNCLOSED + "    1 / 0\nasyncio.run(main())"],
     ids=["sync", "async"],
 )
 @pytest.mark.usefixtures("no_worker_processes")
@@ -242,6 +244,7 @@ def test_a_signal_leaves_no_session(platform, all_stopped, code, signum):
     all_stopped(2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_a_program_that_exits_on_sigterm_leaves_no_session_of_a_thread(platform, all_stopped):
     code = """
@@ -269,6 +272,7 @@ def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, unt
     all_stopped(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(platform, all_stopped, until, signum):
     platform.inject("stuck", times=3)
@@ -304,6 +308,7 @@ def test_a_terminal_that_closes_leaves_no_session(platform, all_stopped):
     all_stopped(2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_sigterm_ends_a_program_that_goes_on_after_it(platform, all_stopped):
     """As pytest does, whose next test would run."""
@@ -320,6 +325,7 @@ def test_sigterm_ends_a_program_that_goes_on_after_it(platform, all_stopped):
     all_stopped(2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped):
     platform.configure(latency=0.3)
@@ -374,6 +380,7 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
     assert err.count("no answer") == 4
 
 
+@pytest.mark.slow
 def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):
     code = """
     def work():
@@ -415,9 +422,10 @@ threading.Thread(target=disturb, daemon=True).start()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target",
-    [pytest.param("work", marks=pytest.mark.slow), "lambda: asyncio.run(work_asynchronously())"],
+    ["work", "lambda: asyncio.run(work_asynchronously())"],
     ids=["sync", "async"],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -432,6 +440,7 @@ def test_a_signal_ends_a_program_that_waits_for_the_thread_of_a_cluster(
     all_stopped(2)
 
 
+@pytest.mark.slow
 def test_no_cluster_is_created_while_the_program_exits(platform, all_stopped):
     code = """
     def work():
@@ -452,6 +461,7 @@ def test_no_cluster_is_created_while_the_program_exits(platform, all_stopped):
     all_stopped(1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_a_program_names_the_sessions_that_it_could_not_stop_at_exit(platform):
     program = Program(SYNC + "while True: time.sleep(0.1)", DASK_CML__API__RETRIES="1").when_ready()
@@ -469,6 +479,7 @@ def test_a_program_names_the_sessions_that_it_could_not_stop_at_exit(platform):
     platform.stop_workers(*[session["id"] for session in platform.sessions()])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_a_cluster_that_outlives_its_program_is_not_ended(platform):
     returned, out, err = Program(SYNC.replace("quiet=True", "quiet=True, shutdown_on_close=False")).ends()

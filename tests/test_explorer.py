@@ -5,7 +5,6 @@ Each episode has its seed, so a failure names how to repeat it: ``DASK_CML_SEED=
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 
@@ -22,6 +21,5 @@ if SEED == "new":
 @pytest.mark.parametrize("seed", range(int(SEED), int(SEED) + EPISODES))
 def test_an_episode_ends_well(seed):
     outcome = play_quietly(seed)[1]
-    gc.collect()  # here, and not while another test compiles code, which Python 3.11 does not survive
     print(f"DASK_CML_SEED={seed} DASK_CML_EPISODES=1", *outcome.story, sep="\n")
     assert outcome.violations == []

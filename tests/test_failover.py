@@ -83,6 +83,8 @@ def stands(it, cluster, n):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_clients_compute_again_after_the_scheduler_was_lost(platform, holds):
     async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
         await client.wait_for_workers(2)
@@ -214,6 +216,7 @@ async def test_a_scheduler_that_answers_again_is_not_replaced_because_its_sessio
         assert cluster.status == Status.running
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_remote_without_a_connection_disconnects_in_the_end_and_leaves_the_cluster_alone(it):
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
@@ -278,6 +281,7 @@ def observe(**options):
     return ObservedCluster(name="lab", create_mode="connect", asynchronous=True, quiet=True, **options)
 
 
+@pytest.mark.slow
 @simulated
 async def test_an_observer_leaves_the_scheduler_to_the_keeper_however_long_it_takes(it):
     async with simulate(name="lab", n_workers=1) as cluster:
@@ -471,6 +475,7 @@ async def test_a_process_that_died_after_its_claim_is_not_waited_for(it):
         assert target(cluster) == 1
 
 
+@pytest.mark.slow
 @simulated
 async def test_six_schedulers_in_a_row_are_replaced_by_the_keeper_if_tasks_are_computed_in_between(it):
     async with (
@@ -513,6 +518,8 @@ with Client("cml://lab") as client:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_the_client_of_another_process_computes_again(platform, holds):
     async with make(name="lab", n_workers=1) as cluster:
         pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}

@@ -330,6 +330,7 @@ async def test_what_the_platform_forbids_is_tried_again_with_pauses(it, function
         await eventually(lambda: complete(cluster, n))
 
 
+@pytest.mark.slow
 async def test_a_missing_key_raises_an_error_at_once(platform, holds, monkeypatch, caplog):
     faults.inject("key", seconds=600)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)

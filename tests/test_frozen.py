@@ -67,6 +67,7 @@ async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):
     assert not it.platform.running
 
 
+@pytest.mark.slow
 async def test_a_frozen_worker_is_abandoned_and_its_results_are_computed_again(platform, holds):
     with dask.config.set({"cml.retire-timeout": "2s"}):
         cluster = await make(n_workers=2)

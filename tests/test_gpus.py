@@ -169,6 +169,7 @@ async def seen(cluster, client):
     return {names[address]: answer for address, answer in answers.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "options", "expected"),
     [

@@ -37,6 +37,7 @@ def names(cluster):
     return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
 
 
+@pytest.mark.slow
 async def test_each_group_has_its_own_size_and_number(platform, holds):
     gpu = {"n_workers": 1, "cpu": 2, "memory": 2, "processes": 2, "nvidia_gpu": 2, "worker_args": []}
     async with (
@@ -347,6 +348,7 @@ def test_a_group_too_small_for_the_reserve_of_the_cluster_is_refused():
         Options.read(memory=16, memory_reserve=2).of_group({"memory": 1})
 
 
+@pytest.mark.slow
 def test_the_shell_adds_scales_lists_and_deletes_groups(until):
     def run(*arguments, code=0):
         result = CliRunner().invoke(cli.cml, [*map(str, arguments)])

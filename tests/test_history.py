@@ -67,6 +67,7 @@ def locally(platform, light, monkeypatch):
         yield platform
 
 
+@pytest.mark.slow
 async def test_the_history_of_a_closed_cluster_shows_its_usage_and_tasks(locally, holds):
     begun = time.time()
     async with make(name="lab", n_workers=2, cpu=1, memory=1) as cluster:

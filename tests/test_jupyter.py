@@ -156,6 +156,7 @@ def test_a_refused_launch_is_answered_with_the_reason_of_the_platform(
     assert server.clusters == {}
 
 
+@pytest.mark.slow
 def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform, new, leaves_no_session):
     model = new()
     [record] = store.records()
@@ -167,6 +168,7 @@ def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform,
 # -- what others make
 
 
+@pytest.mark.slow
 def test_a_cluster_of_another_program_is_listed_scaled_and_shut_down(server, leaves_no_session):
     with CMLCluster(name="of a program", n_workers=1, platform="local", quiet=True) as cluster:
         until(lambda: server.clusters.get("of a program", {}).get("workers") == 1)
@@ -499,6 +501,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
         assert asked.count("stale") == 1
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_been_silent_for_long(it):
     async with listing() as sidebar:

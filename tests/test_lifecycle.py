@@ -65,6 +65,8 @@ def locally(platform):
         yield platform
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_a_cluster_whose_creator_was_killed_is_scaled_and_shut_down_by_others(locally, holds):
     await asyncio.to_thread(make_and_kill)
     await holds(lambda: store.read("made").scheduler.workers.workers == 2)
@@ -320,6 +322,7 @@ async def test_close_of_a_cluster_that_was_left_ends_nothing(it, connect):
     await creator.close()
 
 
+@pytest.mark.slow
 def test_close_in_another_thread_while_the_cluster_is_being_left_shuts_it_down(platform):
     cluster = CMLCluster(n_workers=1, platform="local", quiet=True)
     closing = threading.Thread(target=cluster.close)
@@ -411,6 +414,8 @@ async def test_a_cluster_that_closes_while_its_folder_is_slowly_created_leaves_n
     assert (it.clusters, it.platform.all) == ([], {})
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_the_dashboard_is_forwarded(platform):
     async with make(forward_dashboard=True, scheduler_args=[]) as cluster:
         link = cluster.dashboard_link

@@ -174,6 +174,7 @@ async def test_without_a_maximum_adapting_takes_the_limit(it, caplog):
         assert mine.adapt(minimum=200, interval=None).maximum == 200
 
 
+@pytest.mark.slow
 @simulated
 async def test_groups_that_adapt_at_once_share_the_limit(it):
     with limited(sessions=5):
@@ -242,6 +243,7 @@ async def test_more_sessions_than_a_user_may_have_are_not_launched_until_others_
 # -- hours
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_announces_its_limit_of_hours_and_shuts_down(it):
     async def announced():
@@ -262,6 +264,7 @@ async def test_a_cluster_announces_its_limit_of_hours_and_shuts_down(it):
     assert it.platform.live == []
 
 
+@pytest.mark.slow
 @simulated
 async def test_without_a_keeper_too_a_cluster_ends_at_its_limit(it):
     with limited(hours=0.2):

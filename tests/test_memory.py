@@ -97,6 +97,8 @@ def kill_order(session):
     return first, others
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where processes can ask to be killed first")
 async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(platform, holds):
     async def running(dask_worker):
@@ -210,6 +212,8 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
 # -- what users read
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_a_task_that_takes_too_much_is_named_where_its_user_looks(platform, holds):
     def grow():
         import time

@@ -17,6 +17,7 @@ from dask_cml import wrapper
 from dask_cml.local import processes as local_processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nannies", [False, True])
 async def test_results_survive_a_notice_to_all_processes_of_a_session(
     platform, light, holds, tmp_path, nannies

@@ -31,6 +31,8 @@ def compute(client):
     return client.gather(client.map(lambda number: number + 1, range(20), pure=False))
 
 
+@pytest.mark.slow
+@pytest.mark.images
 def test_the_reports_of_a_computation_are_written(client, tmp_path):
     with performance_report(tmp_path / "report.html"):
         compute(client)

@@ -117,6 +117,8 @@ async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(pla
             assert store.read("mine").dashboard_link is None
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_tasks_may_have_open_clusters_of_their_own(cluster):
     """With its keys, the environment does not require encryption of all that a session does."""
 
@@ -175,6 +177,8 @@ def test_keys_are_valid_where_the_clock_is_slow(tmp_path):
     assert certificate.not_valid_after_utc > begun + timedelta(days=364)
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_a_given_security_is_used_unchanged(platform, tmp_path):
     security = Security.temporary()
     for field in ("tls_ca_file", "tls_scheduler_key"):
@@ -186,6 +190,8 @@ async def test_a_given_security_is_used_unchanged(platform, tmp_path):
     assert (tmp_path / "tls_scheduler_key").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_keys_may_be_in_the_files_of_their_certificates(platform, tmp_path):
     security = Security.temporary()
     for role in ("client", "scheduler", "worker"):

@@ -271,6 +271,7 @@ async def test_metrics_describe_real_clusters(server):
     await asyncio.wait_for(shown(), 120)
 
 
+@pytest.mark.slow
 async def test_another_process_connects_to_a_cluster_of_the_page(server):
     await server.post("/api/clusters", name="night", n_workers=1)
     await server.until("night", running)
@@ -609,6 +610,8 @@ async def dashboard_of(server, name="night"):
     return link
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_dashboards_use_a_separate_port_and_need_no_token(server):
     pytest.importorskip("bokeh")
     for name in ("night", "day"):
@@ -960,13 +963,9 @@ def test_each_start_has_a_new_token(monkeypatch):
 # -- the process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-    ],
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.images), signal.SIGINT, signal.SIGHUP]
 )
 def test_a_signal_shuts_down_the_page_and_its_own_clusters(local_clusters, tmp_path, number):
     with PageServer(tmp_path) as page:
@@ -1016,6 +1015,8 @@ def test_a_pipe_in_place_of_a_log_does_not_delay_the_shutdown(local_clusters, tm
         assert page.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.images
 def test_a_restarted_page_takes_over_the_clusters_of_a_killed_page(local_clusters, tmp_path):
     with PageServer(tmp_path) as page:
         page.create("night", n_workers=1)

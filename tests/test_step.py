@@ -186,6 +186,7 @@ async def test_a_cluster_that_lost_its_scheduler_is_not_shown_as_connected(it):
         await eventually(lambda: cluster.status == Status.closed)
 
 
+@pytest.mark.slow
 async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform):
     platform.configure(quota={"sessions": 3}, stop_grace=2.0)
     with pytest.raises(LaunchRefused):

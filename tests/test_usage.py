@@ -287,6 +287,7 @@ def test_info_prints_it(platform, light, until, monkeypatch):
 # -- what a keeper remembers
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_keeper_remembers_little_of_sessions_that_are_over(it):
     """A cluster that adapts for weeks has many."""

@@ -274,6 +274,7 @@ PROGRAM = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("light", "platform")
 @pytest.mark.parametrize(("quiet", "n"), [(False, 1), (True, 0)])
 def test_a_script_writes_one_line_or_none(quiet, n):
@@ -286,6 +287,7 @@ def test_a_script_writes_one_line_or_none(quiet, n):
     assert all(re.fullmatch(ENDED, line) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("light", "platform")
 def test_a_terminal_shows_the_sessions_and_then_one_line():
     status, output = in_a_terminal([sys.executable, "-c", PROGRAM.format(quiet=False)], TERM="xterm")

@@ -63,6 +63,7 @@ async def listed(name, **expected):
     return await asyncio.wait_for(wait(), 60)
 
 
+@pytest.mark.slow
 async def test_six_workers_where_one_has_room(platform, room, holds):
     room(2)
     async with make(n_workers=6) as cluster:
@@ -108,6 +109,7 @@ async def starting(room, holds):
     await cluster.close()
 
 
+@pytest.mark.slow
 async def test_workers_that_are_earlier_than_a_scheduler_that_waits_for_room_connect(
     platform, starting, room, holds
 ):
@@ -186,6 +188,7 @@ async def test_adaptive_scaling_launches_no_more_while_sessions_wait_for_room(it
         del futures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
 async def test_unknown_and_stopping_sessions_have_not_ended(platform, holds, fault):
     faults.inject(fault, seconds=2.0, match="A worker of")

@@ -593,6 +593,7 @@ async def test_close_may_be_called_again_and_stops_all_live_sessions_by_their_id
     assert not api.live
 
 
+@pytest.mark.slow
 async def test_close_stops_five_thousand_sessions_in_one_call(stub, api, left):
     await launch(api, 5000)
     assert len(await api.sessions()) == 5001

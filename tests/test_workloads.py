@@ -204,7 +204,7 @@ WORKLOADS = [
     arrays, bags, dataframes, delayed, futures, evolving, simulations, grid_search, incremental, text,
     boosting, actors, graphs,
 ]  # fmt: skip
-SLOW = (bags, dataframes, grid_search)
+SLOW = (bags, dataframes, grid_search, incremental)
 
 
 @pytest.fixture(scope="module")

@@ -72,10 +72,10 @@ def _new_keys() -> Security:
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
 
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    key = ec.generate_private_key(ec.SECP256R1())  # an RSA key takes a tenth of a second
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dask-internal")])
     now = datetime.now(timezone.utc)
     certificate = (

@@ -9,7 +9,7 @@ import statistics
 import time
 
 from .episode import Outcome
-from .play import play_quietly, quiet
+from .play import play_quietly, prepare
 
 #: Episodes after which the figures so far are printed.
 _OFTEN = 1000
@@ -28,7 +28,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     began = time.monotonic()
     # Some memory of each world stays, so processes are replaced.
-    with multiprocessing.get_context("spawn").Pool(arguments.processes, quiet, maxtasksperchild=50) as pool:
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, maxtasksperchild=50) as pool:
         for seed, outcome in pool.imap_unordered(play_quietly, seeds):
             outcomes.append(outcome)
             if outcome.violations:

@@ -38,9 +38,6 @@ def play(seed: int) -> Outcome:
         raised = traceback.format_exception(ended.exc_type, ended.exc_value, ended.exc_traceback)
         outcomes[-1].violations.append("".join(raised))
 
-    # What killed processes leave behind runs code when it is collected. Python 3.11 does not survive this
-    # while it compiles code, as for the sessions' arguments.
-    gc.disable()
     with tempfile.TemporaryDirectory(prefix="episode-", ignore_cleanup_errors=True) as directory:
         state = Path(directory) / "state"
         state.mkdir(mode=0o700)
@@ -54,15 +51,18 @@ def play(seed: int) -> Outcome:
                 run(main)
         except Exception as error:
             outcomes[-1].violations.append("".join(traceback.format_exception(error)))
-    gc.enable()
-    gc.collect()
     outcome = outcomes[-1]
     outcome.story.insert(0, str(schedule))
     return outcome
 
 
-def quiet() -> None:
-    """Do not print what Dask logs, most of which is about what breaks in an episode."""
+def prepare() -> None:
+    """Prepare a process that plays episodes.
+
+    It does not print what Dask logs, most of which is about what breaks in an episode. As in the tests, see
+    ``conftest.py``, it collects garbage only between episodes.
+    """
+    gc.disable()
     for logger in (logging.getLogger(), *isolated_loggers()):
         logger.handlers = [logging.NullHandler()]
 
@@ -71,4 +71,6 @@ def play_quietly(seed: int) -> tuple[int, Outcome]:
     """Return a seed and its outcome."""
     with warnings.catch_warnings():  # of coroutines that a dead process never awaited
         warnings.simplefilter("ignore")
-        return seed, play(seed)
+        outcome = play(seed)
+        gc.collect()
+    return seed, outcome

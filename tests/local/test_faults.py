@@ -48,6 +48,7 @@ def test_a_fault_applies_to_matching_sessions_after_the_skipped_ones(platform, l
     assert "id" not in launch(code=f"{FOREVER}  # a match of this code")[0]
 
 
+@pytest.mark.slow
 def test_fault_is_used_up_once_by_all_threads_and_processes(platform, launch):
     platform.inject("refused", times=3)
     code = f"from dask_cml import local; print(local.launch_workers(6, 1, 1, code={FOREVER!r}))"

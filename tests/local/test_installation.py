@@ -80,6 +80,7 @@ class HandmadeCluster:
         self.api.stop_workers()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_written_for_cdsw_runs_unchanged(platform, no_cml, monkeypatch, until):
     monkeypatch.setattr(workers, "_POLL_INTERVAL", 0.1)
     platform.install()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import time
 from collections.abc import Callable
@@ -37,9 +36,6 @@ def simulated(test: Callable[..., Any]) -> Callable[..., None]:
 
         with world(state) as run:
             run(play)
-        # What killed processes leave behind runs code when it is collected. Python 3.11 does not survive this
-        # while another test compiles code.
-        gc.collect()
 
     wanted = [
         parameter for parameter in inspect.signature(test).parameters.values() if parameter.name != "it"
