@@ -75,7 +75,7 @@ def _new_keys() -> Security:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
 
-    key = ec.generate_private_key(ec.SECP256R1())  # an RSA key takes a tenth of a second
+    key = ec.generate_private_key(ec.SECP256R1())  # an RSA key takes forty times as long
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dask-internal")])
     now = datetime.now(timezone.utc)
     certificate = (
