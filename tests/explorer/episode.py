@@ -347,10 +347,18 @@ class Episode:
 
     def _is_heard(self, wanted: dict[str, int]) -> bool:
         """Return whether a scheduler knows of a request. Otherwise the request dies with its process."""
+        boards = [plugin._board for plugin in self._plugins()]
+        return any({name: group.target for name, group in board.groups.items()} == wanted for board in boards)
+
+    def _stays(self) -> bool:
+        """Return whether a scheduler runs that somebody has used, of a cluster that is never an orphan."""
+        return any(plugin._watchers.timeout is None for plugin in self._plugins())
+
+    def _plugins(self) -> list[Any]:
+        """Return the plugins of the schedulers that run."""
         sessions = self.sessions("scheduler")
         schedulers = [program for session in sessions for program in self.world.sessions.program(session.id)]
-        boards = [scheduler.plugins[NAME_OF_PLUGIN]._board for scheduler in schedulers]
-        return any({name: group.target for name, group in board.groups.items()} == wanted for board in boards)
+        return [scheduler.plugins[NAME_OF_PLUGIN] for scheduler in schedulers]
 
     async def _ask_for_the_last(self) -> tuple[dict[str, int], User | None]:
         """Ask for the last numbers of workers, again while somebody gets an error. Return who asked, too."""
@@ -464,9 +472,9 @@ class Episode:
             self.note(f"    passed over: {command.passed_over}")
             await self._run("delete")
         elif self.record() is not None and not self._is_busy():
-            # A command has replaced the scheduler meanwhile, and left it as an orphan.
-            await self._until(lambda: not self._left_running())
-            await self._run("prune")
+            # A command has replaced the scheduler meanwhile, or found one that started late, and left it.
+            await self._until(lambda: not self._left_running() or self._stays())
+            await self._run("delete" if self._stays() else "prune")
 
     def _is_dead(self) -> bool:
         """Whether the cluster has no scheduler, and no notebook that starts or ends it."""
