@@ -32,9 +32,9 @@ async def cancel(*tasks: asyncio.Future | None) -> None:
 
 
 async def end_of(task: asyncio.Task[T]) -> T | None:
-    """Return the result of a task, or raise its error. None: another has cancelled it.
+    """Return the result of a task, or raise its error. None if the task was cancelled.
 
-    A cancellation of who waits does not cancel the task.
+    To cancel the caller does not cancel the task.
     """
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()

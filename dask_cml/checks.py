@@ -281,7 +281,7 @@ def security(argument: str, value: Any) -> bool | Security:
 def names(argument: str, value: Any) -> tuple[str, ...]:
     """Check a list of names."""
     expected = 'a list of names, such as ["hub.example.com"]'
-    if not _is_list_of_text(value) or "" in value:
+    if not _is_list_of_text(value) or not all(value):
         raise TypeError(message(argument, value, expected))
     return tuple(map(_plain, value))
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http.cookiejar import CookieJar
 from pathlib import Path
@@ -113,23 +114,30 @@ class Server:
     async def until(self, name: str, condition) -> Any:
         """Wait until the description of a cluster meets a condition."""
 
-        async def wait() -> Any:
-            while True:
-                found = [cluster for cluster in self.clusters.describe() if cluster["name"] == name]
-                if found and condition(found[0]):
-                    return found[0]
-                await asyncio.sleep(0.02)
+        async def look() -> Any:
+            found = [cluster for cluster in self.clusters.describe() if cluster["name"] == name]
+            return found[0] if found and condition(found[0]) else None
 
-        return await asyncio.wait_for(wait(), 120)
+        return await first_result(look)
 
     async def until_answers(self, path: str, answer: Any) -> None:
         """Wait until a GET request has an answer."""
 
-        async def wait() -> None:
-            while await self.get(path) != answer:
-                await asyncio.sleep(0.02)
+        async def look() -> bool:
+            return await self.get(path) == answer
 
-        await asyncio.wait_for(wait(), 120)
+        await first_result(look)
+
+
+async def first_result(look: Callable[[], Awaitable[Any]]) -> Any:
+    """Call a coroutine function until its result is true, for two minutes at most, and return the result."""
+
+    async def wait() -> Any:
+        while not (result := await look()):
+            await asyncio.sleep(0.02)
+        return result
+
+    return await asyncio.wait_for(wait(), 120)
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ async def test_a_cluster_that_ends_while_it_is_entered_says_so(it):
 
 
 @simulated
-async def test_who_waits_for_a_step_waits_on_if_another_is_cancelled_that_waits_for_it(it):
+async def test_a_cancelled_caller_does_not_cancel_the_step_for_other_callers(it):
     async with simulate(name="mine") as cluster:
         with it.platform.held("launch_workers"):
             cluster.worker_spec.update(cluster.new_worker_spec())

@@ -595,9 +595,9 @@ class KeptCluster(SpecCluster):
     def _correct_state(self) -> asyncio.Task[None]:
         """Take a step soon, and return a task that waits for its end.
 
-        SpecCluster._correct_state (spec.py:343) returns the step itself, so all who wait for it are cancelled
-        with the first of them, or when the cluster ends. Its body retires workers by their names as addresses
-        (359), waits for every launch and end (365, 389), and keeps what was refused as if it ran (390).
+        SpecCluster._correct_state (spec.py:343) returns the step itself, so a cancelled caller cancels the
+        others, as does the end of the cluster. Its body retires workers by their names as addresses (359),
+        waits for every launch and end (365, 389), and keeps what was refused as if it ran (390).
         """
         step = self._correct_state_waiting
         if step is None:
@@ -616,7 +616,7 @@ class KeptCluster(SpecCluster):
 
     async def _stop_keeping(self) -> None:
         """Cancel the checks and the steps of this process."""
-        self._correct_state_waiting = None
+        self._correct_state_waiting = None  # a step that is cancelled before it begins does not do it
         await cancel(self._keeping, *self._steps)
 
     # -- adaptive scaling and worker groups
