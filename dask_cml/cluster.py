@@ -1041,9 +1041,9 @@ class CMLCluster(KeptCluster):
         return self.loop is not None and self.loop.asyncio_loop.is_running()  # type: ignore[attr-defined]
 
     async def _close_dask(self) -> None:
-        await super()._close_dask()
-        if self._forwarder is not None:
+        if self._forwarder is not None:  # before Dask's code says that the cluster is closed
             await self._forwarder.close()
+        await super()._close_dask()
 
 
 def close_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
+from dask_cml.dashboard.proxy import DashboardForwarder
 from dask_cml.options import state_directory
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -166,6 +168,26 @@ async def test_an_idle_cluster_shuts_down(it):
     cluster = await simulate(n_workers=1, idle_timeout="5s")
     await eventually(lambda: cluster.status == Status.closed)
     assert not it.platform.running
+
+
+@simulated
+async def test_a_cluster_that_shut_itself_down_leaves_no_forwarder_and_no_silence(it, monkeypatch):
+    async def close_slowly(self):
+        await asyncio.sleep(5.0)
+        await close(self)
+
+    close = DashboardForwarder.close
+    monkeypatch.setattr(DashboardForwarder, "close", close_slowly)
+    handler = logging.StreamHandler()
+    logging.getLogger("distributed").addHandler(handler)
+    try:
+        cluster = await simulate(idle_timeout="5s", forward_dashboard=True)
+        listener = cluster._forwarder._listener
+        assert (handler.level, listener.fileno() == -1) == (logging.WARNING, False)
+        await eventually(lambda: cluster.status == Status.closed)
+        assert (handler.level, listener.fileno() == -1) == (logging.NOTSET, True)
+    finally:
+        logging.getLogger("distributed").removeHandler(handler)
 
 
 @simulated

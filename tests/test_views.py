@@ -399,3 +399,27 @@ async def test_a_cancelled_start_says_how_many_sessions_were_stopped(platform, h
     platform.configure(start_delay=0)
     assert re.fullmatch(r"Interrupted: \d sessions? stopped\n", capsys.readouterr().err)
     assert all(session["stop_requested"] for session in platform.sessions())
+
+
+class InterruptedCluster(CMLCluster):
+    """A cluster whose start is cancelled by Ctrl-C before the constructor handles it."""
+
+    def sync(self, func, *args, **options):
+        if func != self._start:
+            return super().sync(func, *args, **options)
+        super().sync(self._cancel_start)
+        raise KeyboardInterrupt
+
+    async def _cancel_start(self):
+        starting = asyncio.ensure_future(self._start())
+        while len(self._api.launched) < 3:
+            await asyncio.sleep(0.01)
+        await cancel(starting)
+
+
+def test_an_interrupted_constructor_says_once_how_many_sessions_were_stopped(platform, capsys):
+    platform.configure(start_delay=60)
+    with pytest.raises(KeyboardInterrupt):
+        InterruptedCluster(n_workers=2, platform="local")
+    platform.configure(start_delay=0)
+    assert capsys.readouterr().err == "Interrupted: 3 sessions stopped\n"

@@ -112,6 +112,7 @@ class KeptCluster(SpecCluster):
         self.end_reason = "closed"
         self._given = given
         self._quiet = quiet
+        self._is_asynchronous = bool(arguments.get("asynchronous"))
         self._pid = os.getpid()
         connects = options.create_mode == "connect"
         self._api = WorkersAPI(_UNKNOWN if connects else load_platform(options.platform))
@@ -238,7 +239,8 @@ class KeptCluster(SpecCluster):
             await self._close_failed_start()
             if closed_meanwhile:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
-            self._say_interrupted()
+            if self._is_asynchronous:  # otherwise, the interrupted constructor says it
+                self._say_interrupted()
             raise
         except GeneratorExit:  # the event loop has ended, so nothing can be awaited; end_now() stops sessions
             raise
