@@ -85,6 +85,26 @@ async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch, capl
     assert ("Traceback" in caplog.text) == exists
 
 
+async def test_a_preloaded_plugin_starts_once(folder, monkeypatch):
+    """Dask starts what a preload module has registered once more."""
+    begun = []
+    begin = StateFile.begin
+
+    def counted(self):
+        begun.append(self)
+        return begin(self)
+
+    monkeypatch.setattr(StateFile, "begin", counted)
+    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv(NUMBER, "0")
+    tasks = asyncio.all_tasks()
+    async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD]):
+        assert len(begun) == 1
+        writers = [task for task in asyncio.all_tasks() - tasks if "_keep_file" in repr(task)]
+        assert len(writers) == 1
+    assert all(task.done() for task in writers)
+
+
 async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
     """Rather than begin with nothing, which would stop all workers."""
     running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")

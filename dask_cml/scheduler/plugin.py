@@ -71,6 +71,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     ) -> None:
         self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
+        self._has_started = False
         #: Whether the dashboard listens at the port that the platform serves. If the port was taken, Dask has
         #: chosen another one, and the platform's URL leads to what another program serves.
         self._serves_dashboard = True
@@ -89,6 +90,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to track watchers and clients."""
+        # Scheduler.start_unsafe (scheduler.py:4471) starts once more what a preload module has registered.
+        if self._has_started:
+            return
+        self._has_started = True
         begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
         port = os.environ.get(DASHBOARD_PORT)
