@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 from clusters import simulate
@@ -552,6 +555,22 @@ async def test_close_stops_thirty_workers_by_one_call(it):
         await eventually(lambda: len(it.platform.running) == 31)
     [ids] = it.platform.arguments("stop_workers")
     assert sorted(ids) == sorted(it.platform.all)
+
+
+def test_close_without_an_event_loop_leaves_no_coroutine_unawaited(platform):
+    """As when a block is collected whose event loop has ended."""
+
+    async def make_cluster():
+        return CMLCluster(platform="local", asynchronous=True)
+
+    cluster = asyncio.run(make_cluster())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            cluster._close().send(None)
+        gc.collect()
+    assert warned == []
+    cluster.end_now(timeout=1)
 
 
 # -- the handler of SIGTERM

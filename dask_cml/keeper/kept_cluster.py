@@ -804,8 +804,9 @@ class KeptCluster(SpecCluster):
         closing = self._closing
         again = closing is not None and closing.done() and self.status == Status.failed
         if closing is None or again or (shutdown and not self._shuts_down):
+            loop = asyncio.get_running_loop()  # without one, as in a block that is collected, nothing begins
             self._shuts_down = shutdown
-            closing = self._closing = asyncio.create_task(self._close_once(shutdown, closing))
+            closing = self._closing = loop.create_task(self._close_once(shutdown, closing))
         await asyncio.shield(closing)
 
     async def _close_once(self, shutdown: bool, earlier: asyncio.Task[None] | None) -> None:
