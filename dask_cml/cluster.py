@@ -423,12 +423,13 @@ class CMLCluster(KeptCluster):
 
     def _resize(self, group: str, n: int, **change: Any) -> None:
         """Want `n` workers of a group here, and write a :class:`GroupChange` on the board."""
-        absent = [*reversed(self.groups.workers(group))]
-        if self.keeper is not None:
-            absent = self.keeper.absent(group)
-            self.keeper.ask(group, target=n, **change)
-            self._soon(self.keeper.publish)
-        self.groups.resize(group, n, absent)
+        with self.groups.lock:  # until both are done, the event loop takes no older request from the board
+            absent = [*reversed(self.groups.workers(group))]
+            if self.keeper is not None:
+                absent = self.keeper.absent(group)
+                self.keeper.ask(group, target=n, **change)
+                self._soon(self.keeper.publish)
+            self.groups.resize(group, n, absent)
         self._soon(self._correct_state)
 
     @checks_arguments

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import traceback
 
 import pytest
-from clusters import name_of, simulate
-from simulated.testing import simulated
+from clusters import arrived, name_of, simulate
+from simulated.testing import eventually, simulated
 from testbed import faults
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
+from dask_cml.keeper import keeper
 from dask_cml.sessions import mesh
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -140,3 +142,35 @@ def test_permanent_errors_are_raised_at_once(platform, start):
     faults.inject("error", function="launch_workers", status=403)
     with pytest.raises(CMLError, match=r"did not launch .*: HTTPError: 403 Forbidden"):
         CMLCluster(platform="local")
+
+
+@simulated
+async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_the_file_system_is_read(
+    it, monkeypatch
+):
+    def scale_down(*arguments):
+        cluster.scale(1)
+        return read(*arguments)
+
+    read = keeper.left_for_user
+    monkeypatch.setattr(keeper, "left_for_user", scale_down)
+    cluster = simulate(name="lab", n_workers=3)
+    async with cluster:
+        await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)
+        assert it.platform.count("launch_workers") == 2
+
+
+@pytest.mark.parametrize("quota", [None, {"sessions": 2}])
+@simulated
+async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_they_are_launched(it, quota):
+    it.platform.configure(quota)
+    cluster = simulate(name="lab", n_workers=3)
+    with it.platform.held("launch_workers") as go_on:
+        starting = asyncio.ensure_future(cluster)
+        await eventually(lambda: it.platform.under_way == 1)
+        cluster.scale(1)
+        go_on()
+        await starting
+    async with cluster:
+        await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)
+        assert it.platform.count("launch_workers") == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
+import threading
 import time
 
 import dask
@@ -54,6 +56,27 @@ async def test_scale_ends_adapting_that_is_under_way(it):
         await asyncio.sleep(10)
         assert has(cluster, 0)
         assert target(cluster) == 0
+
+
+@simulated
+async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(it, monkeypatch):
+    """A user scales in a thread, just when the keeper has found that nobody has."""
+    async with simulate() as cluster:
+        keeper, absent = cluster.keeper, cluster.keeper.absent
+
+        def absent_while_a_user_scales(group):
+            if not threads:
+                threads.append(threading.Thread(target=cluster.scale, args=(1,)))
+                threads[0].start()
+                threads[0].join(0.2)
+            return absent(group)
+
+        threads = []
+        monkeypatch.setattr(keeper, "absent", absent_while_a_user_scales)
+        older = {"default": dataclasses.replace(cluster.board.groups["default"], target=3, request=7)}
+        await keeper.take(dataclasses.replace(cluster.board, groups=older))
+        await asyncio.to_thread(threads[0].join)
+        assert target(cluster) == 1
 
 
 @simulated

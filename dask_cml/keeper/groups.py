@@ -39,11 +39,16 @@ class Groups:
         Launches and stops sessions.
     place : Place
         The cluster's folder and keys, and the number of its scheduler.
+
+    Attributes
+    ----------
+    lock : threading.RLock
+        Held by who decides by what is wanted, and changes it.
     """
 
     def __init__(self, cluster: SpecCluster, options: Options, api: WorkersAPI, place: Place) -> None:
         self._cluster, self._prefix, self._api, self._place = cluster, options.name, api, place
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._options = {DEFAULT_GROUP: options}
         self._created: dict[str, int] = {}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
@@ -88,12 +93,12 @@ class Groups:
         created : int
             Distinguishes it from others with its name, see :class:`~dask_cml.scheduler.board.BoardGroup`.
         """
-        with self._lock:
+        with self.lock:
             self._options[group], self._created[group] = options, created
 
     def remove(self, group: str) -> None:
         """Remove a group. Its workers are not wanted any more."""
-        with self._lock:
+        with self.lock:
             for name in self.workers(group):
                 self._cluster.worker_spec.pop(name, None)
             self._options.pop(group, None)
@@ -184,7 +189,7 @@ class Groups:
 
     def move(self, place: Place) -> None:
         """Let workers that are not launched yet find another scheduler, or other keys."""
-        with self._lock:
+        with self.lock:
             self._place = place
             for spec in (self._cluster.new_spec, *self._cluster.worker_spec.values()):
                 if "place" in spec.get("options", {}):  # a subclass may have specs of other workers
@@ -202,7 +207,7 @@ class Groups:
 
     def given(self, name: str) -> None:
         """Never give the name of a session again: a second session with it would exit."""
-        with self._lock:
+        with self.lock:
             group, number = read_name(self._prefix, name) or (DEFAULT_GROUP, -1)
             if group != DEFAULT_GROUP:
                 self._numbers[group] = max(self._numbers.get(group, 0), number + 1)
@@ -242,17 +247,17 @@ class Groups:
 
     def target(self, group: str) -> int:
         """Return how many workers of a group are wanted."""
-        with self._lock:
+        with self.lock:
             return max(0, len(self.workers(group)) - self._excess.get(group, 0))
 
     def excess(self, group: str) -> int:
         """Return how many of a group's workers are still to be chosen, to close them."""
-        with self._lock:
+        with self.lock:
             return min(self._excess.get(group, 0), len(self.workers(group)))
 
     def others(self, group: str | None = None) -> Sessions:
         """Return the sizes and numbers of all wanted sessions, with the scheduler's, without a group's."""
-        with self._lock:
+        with self.lock:
             sessions = [(self.options().scheduler, 1)]
             for name, options in self._options.items():
                 if name != group:
@@ -271,7 +276,7 @@ class Groups:
         absent : collection of str
             The names of the workers that are not connected. They are dropped first, in this order.
         """
-        with self._lock:
+        with self.lock:
             wanted = self.workers(group)
             surplus = len(wanted) - n
             for name in [name for name in absent if name in wanted][: max(0, surplus)]:
@@ -286,7 +291,7 @@ class Groups:
 
     def close(self, group: str, names: Iterable[str]) -> None:
         """Drop surplus workers that the scheduler has chosen."""
-        with self._lock:
+        with self.lock:
             wanted, excess = {*self.workers(group)}, self.excess(group)
             chosen = [name for name in names if name in wanted][:excess]
             for name in chosen:
@@ -295,7 +300,7 @@ class Groups:
 
     def replace(self, name: str) -> bool:
         """Want another worker instead of a lost one. Return False if it was not wanted any more."""
-        with self._lock:
+        with self.lock:
             group = self.group_of(name)
             if self._cluster.worker_spec.pop(name, None) is None:
                 return False
@@ -308,13 +313,13 @@ class Groups:
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop workers that the platform has refused, or that a user has closed."""
-        with self._lock:
+        with self.lock:
             for name in names:
                 self._cluster.worker_spec.pop(name, None)
 
     def renew(self) -> None:
         """Want as many workers of each group under new names, because another scheduler begins."""
-        with self._lock:
+        with self.lock:
             targets = {group: self.target(group) for group in self._options}
             for name in self.workers():
                 self.given(name)

@@ -263,13 +263,14 @@ class Keeper:
         LaunchRefused, SessionFailed, SchedulerTimeout
             As in :class:`dask_cml.CMLCluster`.
         """
-        spec, names = self._cluster.scheduler_spec, self._groups.workers()
+        spec = self._cluster.scheduler_spec
         scheduler: CMLScheduler = _class_of(spec)(**spec["options"])
         self._cluster.scheduler = scheduler
         left, why = await asyncio.to_thread(left_for_user, self._record, 0)
-        if strict and left < 1 + len(names):
+        specs = dict(self._cluster.worker_spec)  # a user may scale meanwhile
+        if strict and left < 1 + len(specs):
             raise LaunchRefused(scheduler.name, why, by="dask-cml")
-        by_name = {name: self._make(name) for name in names}
+        by_name = {name: self._make(name, spec) for name, spec in specs.items()}
         workers = [worker for worker in by_name.values() if isinstance(worker, CMLWorker)]
         shown = StartDisplay(self._name, [scheduler, *workers], self.arrived) if display else None
         showing = asyncio.create_task(shown.run()) if shown else None
@@ -312,14 +313,20 @@ class Keeper:
 
     async def _launch_strictly(self, workers: Mapping[str, Any]) -> None:
         async def launch(name: str) -> None:
-            await workers[name]
-            await self._attach(name, workers[name])
+            if name not in self._cluster.worker_spec:
+                return
+            try:
+                await workers[name]
+            except CMLError:
+                if name in self._cluster.worker_spec:
+                    raise
+            else:
+                await self._attach(name, workers[name])
 
         await gather_or_cancel(*map(launch, workers))
 
-    def _make(self, name: str) -> Any:
-        """Return a worker of the spec that is not launched yet. A subclass may use any class."""
-        spec = self._cluster.worker_spec[name]
+    def _make(self, name: str, spec: Mapping[str, Any]) -> Any:
+        """Return a worker of a spec that is not launched yet. A subclass may use any class."""
         address = None if self._cluster.scheduler is None else self._cluster.scheduler.address
         return _class_of(spec)(address, **{"name": name, **spec.get("options", {})})
 
@@ -346,8 +353,8 @@ class Keeper:
                 if launch.id != record.scheduler.session:
                     self._api.adopt(launch.id, launch.key)  # of a deleted group, so it is stopped
                 continue
-            self._cluster.worker_spec[launch.key] = self._groups.spec(group_name)
-            worker = self._make(launch.key)
+            spec = self._cluster.worker_spec[launch.key] = self._groups.spec(group_name)
+            worker = self._make(launch.key, spec)
             worker.adopt(launch.id, launch)
             self._cluster.workers[launch.key] = worker
         names = [name for worker in self.workers() for name in worker.dask_names]
@@ -372,12 +379,13 @@ class Keeper:
             self.requests.pop(name, None)
             changed = True
         for name, group in board.groups.items():
-            if name in self._own_changes or self.requests.get(name) == group.request:
-                continue
-            self.requests[name] = group.request
-            self._backoffs.pop(name, None)  # it begins anew
-            self._groups.resize(name, group.target, self.absent(name))
-            self._adapt(name, group.adapt)
+            with self._groups.lock:  # a user of this process may scale the group in another thread
+                if name in self._own_changes or self.requests.get(name) == group.request:
+                    continue
+                self.requests[name] = group.request
+                self._backoffs.pop(name, None)  # it begins anew
+                self._groups.resize(name, group.target, self.absent(name))
+                self._adapt(name, group.adapt)
             self._groups.begin_adapting()
             changed = True
         closing = [name for name in board.closing if name not in self._closed]
@@ -513,10 +521,11 @@ class Keeper:
             for name in queue:
                 if not may_launch() or any(isinstance(error, CallFailed) for error in errors.values()):
                     return
-                if groups[name] in refused or name not in self._cluster.worker_spec:
+                spec = self._cluster.worker_spec.get(name)
+                if groups[name] in refused or spec is None:
                     continue
-                worker = self._make(name)
                 try:
+                    worker = self._make(name, spec)
                     await worker
                 except CMLError as error:
                     errors[name] = error
@@ -686,8 +695,9 @@ class Keeper:
                 age = max(age, date - launch.launched)
             if age < timing.stray:
                 continue
-            if key in self._cluster.worker_spec and key not in self._cluster.workers:
-                worker = self._make(key)
+            spec = self._cluster.worker_spec.get(key)
+            if spec is not None and key not in self._cluster.workers:
+                worker = self._make(key, spec)
                 worker.adopt(session, launch)
                 await self._attach(key, worker)
             else:
