@@ -294,7 +294,9 @@ class CMLCluster(KeptCluster):
         if options.create_mode == "create":
             check_new(options)
         self._forwarder: DashboardForwarder | None = None
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()
+        #: Whether the thread that has the lock closes.
+        self._closes = False
         self._shut_down_before_leave = False
         self._has_sessions_tab = False
         dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
@@ -1028,13 +1030,27 @@ class CMLCluster(KeptCluster):
     def _end(self, timeout: float | None = None, *, shutdown: bool) -> Any:
         if self.asynchronous:
             return self.sync(self._close, shutdown, callback_timeout=timeout)
-        if not self.is_forks_copy:
-            with self._close_lock:  # a second thread would wait for a loop that the first thread has stopped
-                if self._loop_runs:
-                    self.sync(self._close, shutdown, callback_timeout=timeout)
-                else:
-                    self._close_without_loop(shutdown)
+        if self.is_forks_copy:
+            return None
+        # A second thread would wait for a loop that the first thread has stopped.
+        if not self._close_lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError(
+                f"cluster {self.options.name} not closed within {timeout:g} s by another thread"
+            )
+        # A signal handler of the program may interrupt this thread while it closes, and close, too.
+        is_nested, self._closes = self._closes, True
+        try:
+            if is_nested and self.status == Status.closed:
+                return None
+            if self._loop_runs:
+                self.sync(self._close, shutdown, callback_timeout=timeout)
+            else:
+                self._close_without_loop(shutdown)
+            if not is_nested:  # the interrupted call still needs the loop
                 self._loop_runner.stop()
+        finally:
+            self._closes = is_nested
+            self._close_lock.release()
         return None
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import threading
 import time
+import warnings
 
 import dask
 import pytest
@@ -98,6 +100,61 @@ async def test_a_start_that_nobody_can_await_any_more_ends_without_an_error(it):
     await asyncio.to_thread(starting.close)  # a thread has no event loop
     await cluster.close()
     assert it.platform.live == []
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@simulated
+async def test_of_several_tasks_that_await_a_start_only_the_last_ends_it(it, n):
+    it.platform.doom("silent")
+    cluster = simulate()
+    impatient = [asyncio.ensure_future(cluster) for _ in range(n)]
+    patient = asyncio.ensure_future(cluster)
+    await eventually(lambda: it.platform.live)
+    for waiting in impatient:
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert it.platform.live
+    assert not patient.done()
+    patient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await patient
+    assert not it.platform.running
+    assert cluster.status == Status.closed
+
+
+@simulated
+async def test_a_start_goes_on_for_the_others_when_the_time_of_one_is_over(it):
+    cluster = simulate()
+    patient = asyncio.ensure_future(cluster)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(cluster, 0.01)
+    await patient
+    assert cluster.status == Status.running
+    await cluster.close()
+
+
+@simulated
+async def test_a_block_that_is_thrown_away_with_its_event_loop_leaves_no_warning(it):
+    """The cluster is closed at the interpreter's exit, or by close_all."""
+
+    async def use():
+        async with cluster:
+            started.set()
+            await asyncio.Event().wait()
+
+    cluster, started = simulate(), asyncio.Event()
+    block = use()
+    waits = block.send(None)
+    while not started.is_set():
+        await asyncio.wait([waits])
+        waits = block.send(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await asyncio.to_thread(block.close)  # a thread has no event loop
+        gc.collect()
+    assert cluster.status == Status.running
+    await cluster.close()
 
 
 @simulated

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 
 import pytest
 from clusters import simulate
+from distributed.core import Status
 from simulated.testing import eventually, simulated
 from testbed import faults
 
@@ -566,7 +568,7 @@ def test_close_without_an_event_loop_leaves_no_coroutine_unawaited(platform):
     cluster = asyncio.run(make_cluster())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with pytest.raises(RuntimeError, match="no running event loop"):
+        with pytest.raises(StopIteration):  # as a coroutine that has ended
             cluster._close().send(None)
         gc.collect()
     assert warned == []
@@ -608,6 +610,55 @@ async def test_a_handler_that_somebody_sets_later_stays(platform, default_sigter
     signal.signal(signal.SIGTERM, own)
     await cluster.close()
     assert signal.getsignal(signal.SIGTERM) is own
+
+
+@pytest.mark.parametrize("is_at_the_end", [False, True])
+def test_a_handler_that_closes_joins_the_close_that_it_interrupts(platform, default_sigterm, is_at_the_end):
+    """The handler runs in the thread that closes."""
+
+    def handle(*_):
+        handled.set()
+        cluster.close()
+        ended.append(cluster.status)
+
+    async def close_dask():
+        if is_at_the_end:
+            await close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.to_thread(handled.wait, 60)
+        if not is_at_the_end:
+            await close()
+
+    cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
+    handled, ended = threading.Event(), []
+    signal.signal(signal.SIGTERM, handle)
+    close, cluster._close_dask = cluster._close_dask, close_dask
+    cluster.close()
+    assert ended == [Status.closed]
+    assert cluster.status == Status.closed
+    assert not cluster._loop_runs
+    assert all(session["stop_requested"] for session in platform.sessions())
+
+
+def test_a_close_waits_for_that_of_another_thread_as_long_as_it_may(platform):
+    cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
+    closes, may_close = threading.Event(), threading.Event()
+
+    async def close_dask():
+        closes.set()
+        await asyncio.to_thread(may_close.wait)
+        await close()
+
+    close, cluster._close_dask = cluster._close_dask, close_dask
+    thread = threading.Thread(target=cluster.close)
+    thread.start()
+    assert closes.wait(60)
+    with pytest.raises(TimeoutError, match="another thread"):
+        cluster.close(timeout=0.01)
+    may_close.set()
+    cluster.close()
+    thread.join()
+    assert cluster.status == Status.closed
 
 
 @pytest.mark.usefixtures("no_worker_processes")

@@ -322,6 +322,28 @@ async def test_close_of_a_cluster_that_was_left_ends_nothing(it, connect):
     await creator.close()
 
 
+@simulated
+async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribes_to_its_workers(it):
+    cluster = await simulate(name="left", shutdown_on_close=False)
+    writes, may_write = asyncio.Event(), asyncio.Event()
+
+    async def write():
+        writes.set()
+        await may_write.wait()
+
+    cluster.written = write
+    leaving = asyncio.create_task(cluster.leave())
+    await writes.wait()
+    await cluster._unsubscribe()  # as when the connection breaks
+    await eventually(lambda: cluster._is_subscribed)
+    assert cluster.status == Status.closing
+    with pytest.raises(CMLError, match="cluster left is closing"):
+        cluster.scale(1)
+    may_write.set()
+    await leaving
+    await (await rebuild("left")).close()
+
+
 @pytest.mark.slow
 def test_close_in_another_thread_while_the_cluster_is_being_left_shuts_it_down(platform):
     cluster = CMLCluster(n_workers=1, platform="local", quiet=True)

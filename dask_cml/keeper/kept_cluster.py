@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import secrets
 import shlex
@@ -129,6 +130,8 @@ class KeptCluster(SpecCluster):
         self._connects = False
         self._begun = False
         self._starting: asyncio.Task[None] | None = None
+        #: How many tasks wait for the start.
+        self._n_starting = 0
         self._following: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -232,10 +235,14 @@ class KeptCluster(SpecCluster):
             raise CMLError(f"cluster {self.options.name} is closed")
         if self._starting is None:
             self._starting = asyncio.create_task(self._start_once())
+        self._n_starting += 1
         try:
-            await self._starting
+            await asyncio.wait([self._starting])  # which a cancelled caller does not cancel
+            self._starting.result()
         except asyncio.CancelledError:
             closed_meanwhile = self._closing is not None
+            if self._n_starting > 1 and not closed_meanwhile:  # another task still waits
+                raise
             await self._close_failed_start()
             if closed_meanwhile:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
@@ -253,6 +260,8 @@ class KeptCluster(SpecCluster):
             if isinstance(error, CMLError):
                 raise without_frames(error) from None
             raise
+        finally:
+            self._n_starting -= 1
 
     async def _close_failed_start(self) -> None:
         """Stop what was launched. Log an error, which must not replace the reason of the failure."""
@@ -452,7 +461,11 @@ class KeptCluster(SpecCluster):
             self._role.forget_workers()
         for callback in self.periodic_callbacks.values():
             callback.start()
-        self.status = Status.running
+        self._note_running()
+
+    def _note_running(self) -> None:
+        """Note that the cluster runs, unless it is closing already."""
+        self.status = Status.running if self._closing is None else Status.closing
 
     @property
     def _is_subscribed(self) -> bool:
@@ -464,7 +477,11 @@ class KeptCluster(SpecCluster):
         The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
         """
         await self._unsubscribe()
-        await within(timing.answer, super(SpecCluster, self)._start())
+        await within(timing.answer, self._start_dask())
+
+    async def _start_dask(self) -> None:
+        await super(SpecCluster, self)._start()
+        self._note_running()  # Cluster._start says so of an object that is closing, too
 
     async def _unsubscribe(self) -> None:
         if self._watch_worker_status_comm is not None:
@@ -801,10 +818,13 @@ class KeptCluster(SpecCluster):
             shutdown = self.shutdown_on_close
         if self.status == Status.closed and (self._shuts_down or not shutdown):
             return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # as in a block that is collected, whose loop has ended: end_now() closes
+            return
         closing = self._closing
         again = closing is not None and closing.done() and self.status == Status.failed
         if closing is None or again or (shutdown and not self._shuts_down):
-            loop = asyncio.get_running_loop()  # without one, as in a block that is collected, nothing begins
             self._shuts_down = shutdown
             closing = self._closing = loop.create_task(self._close_once(shutdown, closing))
         await asyncio.shield(closing)
@@ -923,16 +943,19 @@ class KeptCluster(SpecCluster):
         CMLError
             If the platform did not stop some sessions. The message names them.
         """
+        closing = self._close(self.shutdown_on_close)
         try:
             loop = None if self._starting is None else self._starting.get_loop()
             if loop is not None and loop.is_running():
-                closing = self._close(self.shutdown_on_close)
                 asyncio.run_coroutine_threadsafe(closing, loop).result(timeout)
         except CMLError:
             self.status = Status.closed  # so that Dask does not close it again
             raise
         except Exception as error:
             logger.info("Event loop of cluster %s not used to close it: %r", self.options.name, error)
+        finally:
+            if inspect.getcoroutinestate(closing) == inspect.CORO_CREATED:  # the loop has ended
+                closing.close()
         try:
             self._close_without_loop(self.shutdown_on_close)
         finally:
