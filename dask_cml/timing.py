@@ -47,7 +47,8 @@ class Timing:
     succession : float
         Time for which a process that does not keep the cluster leaves the next scheduler to the keeper.
     unlisted : float
-        Time for which a session must be missing in the platform's list, which may be old, to count as ended.
+        Time for which a session must be missing in the platform's list, which may be old, to be told as no
+        longer listed. If its Dask worker is gone for as long, too, it is replaced.
     sign_of_life, silence : float
         Time between two signs of life of a scheduler, the times of its file. Its silence after which a
         scheduler that cannot be reached counts as dead.

@@ -157,13 +157,30 @@ async def in_another_session(it):
 
 
 @simulated
-async def test_a_lost_scheduler_that_leaves_the_list_is_replaced_before_its_silence_tells(it):
+async def test_a_lost_scheduler_that_leaves_the_list_is_replaced_after_its_silence(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1 and cluster.scheduler.is_listed)
         it.platform.set(cluster.sessions[0].id, listed=False)
         it.platform.evict(cluster.sessions[0].id)
-        await eventually(lambda: cluster.place.number == 1, timing.unlisted + 30.0)
+        await asyncio.sleep(timing.silence - timing.sign_of_life)
+        assert cluster.place.number == 0
+        await eventually(lambda: cluster.place.number == 1, 60.0)
         await eventually(lambda: stands(it, cluster, 1))
+
+
+@simulated
+async def test_a_scheduler_that_is_not_listed_any_more_survives_a_short_outage(it):
+    """The platform archives old sessions, also those that run."""
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and cluster.scheduler.is_listed)
+        it.platform.set(cluster.sessions[0].id, listed=False)
+        await asyncio.sleep(10 * timing.unlisted)
+        heal = cut_off(cluster)
+        await asyncio.sleep(20.0)
+        heal()
+        await eventually(lambda: cluster.is_connected)
+        await asyncio.sleep(60.0)
+        assert cluster.place.number == 0
 
 
 @simulated

@@ -7,7 +7,7 @@ import asyncio
 import dask
 import pytest
 from clusters import arrived, log_of, scheduler_of, simulate
-from distributed import Client
+from distributed import Client, Worker
 from simulated.testing import eventually, simulated
 
 PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
@@ -85,6 +85,23 @@ async def test_a_connected_worker_is_kept_although_the_list_lacks_its_session(it
         it.platform.set(cluster.workers["mine-0"].session_id, listed=True)
         await eventually(lambda: cluster.sessions[1].status == "running")
         assert log_of(cluster) == ""
+
+
+@simulated
+async def test_a_session_that_the_list_lacks_is_kept_while_its_nanny_starts_a_worker_again(it):
+    async with simulate(name="mine", n_workers=1, **PROCESSES) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and cluster.workers["mine-0"].is_listed)
+        session = cluster.workers["mine-0"].session_id
+        it.platform.set(session, listed=False)
+        await eventually(lambda: cluster.sessions[1].status == "no longer listed", seconds=120)
+        await end_worker(it, cluster, "mine-0-1")
+        await asyncio.sleep(10.0)
+        options = {"name": "mine-0-1", "nthreads": 1, "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+        again = Worker(scheduler_of(it, cluster).address, **options)
+        await it.sessions.processes[session].start(again.start())
+        await asyncio.sleep(30.0)
+        assert dask_names(cluster) == {"mine-0-0", "mine-0-1"}
+        assert "replacement" not in log_of(cluster)
 
 
 @simulated

@@ -462,7 +462,7 @@ async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api,
     assert not worker.is_known_to_run
 
 
-async def test_a_session_has_ended_if_the_list_lacks_it_for_long_and_had_it_before(
+async def test_a_session_that_the_list_lacks_for_long_and_had_before_is_not_known_to_have_ended(
     stub, api, make_worker, clock
 ):
     """A new session may be listed late, and one list may be old."""
@@ -480,10 +480,11 @@ async def test_a_session_has_ended_if_the_list_lacks_it_for_long_and_had_it_befo
         assert not worker.update(await api.sessions())
         assert worker.session.status == "running"
     clock.now += 2
-    assert worker.update(await api.sessions())
+    assert not worker.update(await api.sessions())
     assert worker.session.status == "no longer listed"
     stub.set(worker.session_id, listed=True)
     assert not worker.update(await api.sessions())
+    assert worker.session.status == "running"
 
 
 async def test_a_session_that_another_process_launched_has_the_age_and_the_owner_of_its_launch(

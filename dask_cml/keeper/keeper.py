@@ -644,8 +644,7 @@ class Keeper:
         self._listed = time.monotonic()
         dead: set[str] = set()
         for process in self.processes:
-            # A connected Dask worker is a better sign than a list that lacks its session.
-            if process.update(listing) and isinstance(process, CMLWorker) and not process.is_missing:
+            if process.update(listing) and isinstance(process, CMLWorker):
                 dead.update(process.dask_names)
         dead &= connected_names(self._cluster)
         if dead:

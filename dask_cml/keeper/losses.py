@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import note_reasons
+from dask_cml.timing import timing
 
 logger = Logger(__name__)
 
@@ -55,7 +57,7 @@ async def find_losses(workers: Collection[CMLWorker], remote: Remote) -> dict[st
     remote : Remote
         Asks the scheduler what it knew last of them.
     """
-    lost = [worker for worker in workers if worker.has_ended or worker.was_closed or _is_late(worker)]
+    lost = [worker for worker in workers if _is_over(worker) or _is_late(worker)]
     last: dict[str, Any] = {}
     if lost:
         names = [name for worker in lost for name in worker.dask_names]
@@ -73,6 +75,17 @@ async def _causes(workers: Sequence[CMLWorker], last: Mapping[str, Any]) -> dict
     return {worker.name: cause for worker, cause in zip(workers, causes, strict=True)}
 
 
+def _is_over(worker: CMLWorker) -> bool:
+    """Return whether a session has ended, or the platform and the scheduler have lost sight of it.
+
+    A list that lacks a session proves nothing, and a Dask worker may be away for a moment.
+    """
+    if worker.has_ended or worker.was_closed:
+        return True
+    gone_for = math.inf if worker.gone_since is None else time.monotonic() - worker.gone_since
+    return worker.is_unlisted and gone_for > timing.unlisted
+
+
 def _is_late(worker: CMLWorker) -> bool:
     """Return whether the Dask workers of a session have been gone, or have not connected, for too long."""
     if worker.gone_since is not None:
@@ -87,7 +100,7 @@ def _patience() -> float:
 
 async def _cause(worker: CMLWorker, last: Mapping[str, Any]) -> Loss:
     gone = None
-    if not (worker.has_ended or worker.was_closed):
+    if not _is_over(worker):
         if worker.gone_since is None:
             limit = worker.options.worker_timeout
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")

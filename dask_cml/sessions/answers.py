@@ -22,9 +22,9 @@ SessionInfo = Mapping[str, Any]
 #: broken connection, because the HTTP library of the Workers API may change.
 _OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
 _PENDING = frozenset({"scheduling", "starting"})
-#: The status of a session that the platform has listed before: it archives old sessions.
+#: The status of a session that the platform has listed before. It may run: old sessions are archived.
 UNLISTED = "no longer listed"
-_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped", UNLISTED})
+_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped"})
 _REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
 #: Words of errors that match, too, but that a later try may not meet.
 _NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)

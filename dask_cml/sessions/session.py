@@ -252,6 +252,11 @@ class CMLProcess(ProcessInterface):
         return self._missing_since is not None
 
     @property
+    def is_unlisted(self) -> bool:
+        """Whether it has been missing in the platform's list for a while. It may run all the same."""
+        return self.info.get("status") == UNLISTED
+
+    @property
     def runs_for(self) -> float:
         """Seconds for which the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
@@ -271,7 +276,8 @@ class CMLProcess(ProcessInterface):
         """Update the session's state from the platform's list. Return whether the session has ended.
 
         A session that is not listed keeps its state at first: a new session may be listed late, and a list
-        may be old. It has ended if it was listed before, and is missing for ``timing.unlisted`` seconds.
+        may be old. If it was listed before, and is missing for ``timing.unlisted`` seconds, that becomes its
+        status. It is no proof of an end.
         """
         listed = listing.get(self.session_id or "", {})
         if listed or not self.is_listed:
