@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -17,17 +18,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
+#: Bytes that a log keeps of its beginning, and of its end. It is shortened when it is three times as long.
+_KEPT_OF_LOG = 50 * 2**20
+_OMITTED = re.compile(rb"\n\[([0-9]{1,18}) bytes omitted: .*\]\n")
+#: Bytes that are copied at once.
+_PART = 2**18
 _POLL_INTERVAL = 0.2
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
 #: reads of the memory. Another share by which the memory grows until the log says so again.
 _FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
 #: Seconds from the notice for the program to move its data, and then to end. The platform waits for 30.
 _GRACE, _END = 20.0, 5.0
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: Seconds for which the output of a program that has ended may still arrive, and for what it has left running
+#: to end after SIGTERM.
+_DRAIN, _END_GROUP = 1.0, 2.0
+_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | _SAFELY
 
 
 class Log:
@@ -40,28 +50,77 @@ class Log:
     ----------
     path : str
         The path of the file.
+
+    Attributes
+    ----------
+    end : bytes
+        The end of what was written here.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._missing = 0
-        self._writing = threading.RLock()  # a signal handler may interrupt a writer
+        #: The size of the file after the last write.
+        self._size = 0
+        self._writing = threading.Lock()
         self.end = b""
 
     def write(self, output: bytes) -> None:
         """Append output, if possible."""
-        self.end = (self.end + output)[-_KEPT:]
-        try:
-            with self._writing, open(os.open(self._path, _WRITE | os.O_APPEND, 0o600), "ab") as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                    raise OSError("it is not a regular file of this user")
-                if self._missing:
-                    file.write(b"\n[%d bytes of output lost: the log could not be written]\n" % self._missing)
-                file.write(output)
-            self._missing = 0
-        except OSError:
-            self._missing += len(output)
+        with self._writing:
+            self.end = (self.end + output)[-_KEPT:]
+            try:
+                with self._open(_CREATE | os.O_APPEND, "ab") as file:
+                    if self._missing:
+                        lost = b"\n[%d bytes of output lost: the log could not be written]\n"
+                        file.write(lost % self._missing)
+                    file.write(output)
+                    file.flush()
+                    self._size = os.fstat(file.fileno()).st_size
+                self._missing = 0
+            except OSError:
+                self._missing += len(output)
+
+    def shorten(self) -> None:
+        """Omit the middle of a long log, if possible. Only the session that prints may call this.
+
+        The end is copied to its new place before the file is cut, so that a crash between loses nothing.
+        """
+        if self._size < 3 * _KEPT_OF_LOG:
+            return
+        with self._writing, contextlib.suppress(OSError), self._open(os.O_RDWR | _SAFELY, "r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 3 * _KEPT_OF_LOG:  # a task has replaced it
+                return
+            file.seek(_KEPT_OF_LOG)
+            earlier = _OMITTED.match(file.read(_KEPT))
+            source = file.seek(size - _KEPT_OF_LOG)
+            source += len(file.readline(_KEPT_OF_LOG // 100))  # the rest of a line
+            omitted = source - _KEPT_OF_LOG
+            if earlier is not None:
+                omitted += int(earlier[1]) - len(earlier[0])
+            file.seek(_KEPT_OF_LOG)
+            file.write(b"\n[%d bytes omitted: a log keeps its beginning and its end]\n" % omitted)
+            target = file.tell()
+            # To the end, and not to `size`: the keeper of the cluster may add a line meanwhile.
+            while True:
+                file.seek(source)
+                part = file.read(_PART)
+                if not part:
+                    break
+                source += len(part)
+                file.seek(target)
+                target += file.write(part)
+            file.truncate(target)
+
+    def _open(self, flags: int, mode: str) -> BinaryIO:
+        """Open the file. Tasks and other users of the project could have put something else in its place."""
+        descriptor = os.open(self._path, flags, 0o600)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            os.close(descriptor)
+            raise OSError("it is not a regular file of this user")
+        return open(descriptor, mode)  # type: ignore[return-value]
 
 
 def run(
@@ -78,7 +137,7 @@ def run(
     memory: int = 0,
     scratch: int = 0,
 ) -> None:
-    """Run a program until it ends.
+    """Run a program until it ends, and end what it has left running.
 
     Parameters
     ----------
@@ -131,7 +190,13 @@ def run(
     temporary = tempfile.mkdtemp(prefix="dask-cml-")
     env["TMPDIR"] = temporary
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,  # the leader of a process group
+        )
     except OSError as error:
         output.write(f"{error!r}\n".encode())
         raise
@@ -142,11 +207,13 @@ def run(
     files = _memory_files(memory) if memory else None
     if files is not None:
         threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
-    # CML shows a session's output in the console of the session that launched it, so it goes to a log.
-    with process:
-        assert process.stdout is not None
-        while part := process.stdout.read1(65536):  # type: ignore[attr-defined]
-            output.write(part)
+    # What a task has started may hold the pipe and run on. So the pipe's end is not the program's end.
+    keeping = threading.Thread(target=_keep_output, args=(process, output), daemon=True)
+    keeping.start()
+    process.wait()
+    keeping.join(_DRAIN)
+    _end_group(process.pid)
+    keeping.join(_DRAIN)
     shutil.rmtree(temporary, ignore_errors=True)
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
     if process.returncode:
@@ -154,6 +221,31 @@ def run(
         lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
         print(*map(words["printable"], lines), sep="\n", flush=True)
         raise RuntimeError(f"{program} failed with exit status {process.returncode}; its log is {log}")
+
+
+def _keep_output(process: subprocess.Popen[bytes], log: Log) -> None:
+    """Write a program's output into a log.
+
+    CML shows a session's own output in the console of the session that launched it.
+    """
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        while part := pipe.read1(65536):  # type: ignore[attr-defined]
+            log.write(part)
+            log.shorten()
+
+
+def _end_group(group: int) -> None:
+    """End the processes of a group. The platform ends those that have left it, with the session."""
+    deadline = time.monotonic() + _END_GROUP
+    # Without a process, the group does not exist. On macOS, no signal reaches a process that nobody has
+    # waited for.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL / 4)
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _start(folder: str, name: str, entry: str | None) -> str | None:
@@ -180,7 +272,7 @@ def _start(folder: str, name: str, entry: str | None) -> str | None:
 
 
 def _create(path: str, content: str = "") -> None:
-    with open(os.open(path, _WRITE | os.O_EXCL, 0o600), "w") as file:
+    with open(os.open(path, _CREATE | os.O_EXCL, 0o600), "w") as file:
         file.write(content)
 
 

@@ -177,8 +177,8 @@ class SessionLogs:
     ) -> Iterator[tuple[str, str]]:
         """Read the lines that are new since the last reading.
 
-        The first reading returns the lines in the last MiB of a log. A log that has become shorter is read
-        from its beginning.
+        The first reading returns the lines in the last MiB of a log. So does the first reading of a log that
+        has become shorter, or that another file has replaced.
 
         Parameters
         ----------
@@ -205,11 +205,11 @@ class SessionLogs:
         try:
             with _open(path) as file:
                 status = os.fstat(file.fileno())
-                inode, begin = self._read.get(session, (status.st_ino, max(0, status.st_size - _MOST)))
-                if session not in self._read and begin:
-                    yield b"[%d earlier bytes are in %s]" % (begin, os.fsencode(path))
-                if inode != status.st_ino or begin > status.st_size:
-                    begin = 0
+                inode, begin = self._read.get(session, (status.st_ino, -1))
+                if inode != status.st_ino or not 0 <= begin <= status.st_size:
+                    begin = max(0, status.st_size - _MOST)
+                    if begin:
+                        yield b"[%d earlier bytes are in %s]" % (begin, os.fsencode(path))
                 file.seek(begin)
                 # A task may print faster than this reads, so read up to the present end only.
                 while line := file.readline(min(_LONGEST, status.st_size - begin)):
@@ -234,8 +234,7 @@ class SessionLogs:
         session : str
             Name of the session, a key of :meth:`paths`.
         begin : int, optional
-            Position of the part, in bytes. If the log is shorter, the part begins at 0. Default: the end of
-            the log.
+            Position of the part, in bytes. Default, and if the log is shorter: near the end of the log.
 
         Raises
         ------
@@ -249,10 +248,8 @@ class SessionLogs:
             raise ValueError(f"invalid session {session!r}: expected one of {', '.join(paths)}")
         with _open(paths[session]) as file:
             size = os.fstat(file.fileno()).st_size
-            if begin is None:
+            if begin is None or begin > size:
                 begin = max(0, size - _PART)
-            elif begin > size:
-                begin = 0
             file.seek(begin)
             decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
             text = decoder.decode(file.read(_PART))

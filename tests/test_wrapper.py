@@ -1,0 +1,178 @@
+"""The program of a session: when it ends, its session ends, and its log has a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from dask_cml import wrapper
+from dask_cml.sessions import session_logs
+from dask_cml.sessions.session_logs import SessionLogs
+
+#: A program that starts another one, which holds its output, and ends.
+STARTER = """
+import subprocess, sys
+command = [sys.executable, "-u", "-c", {code!r}]
+child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr, {how})
+child.stdout.readline()
+print("started", child.pid, flush=True)
+sys.exit(3)
+"""
+SERVER = "import time; print('ready'); time.sleep(600)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
+POLITE = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
+print("ready")
+time.sleep(600)
+"""
+CHATTY = "import sys\nprint('ready')\nwhile True: print('x' * 99, file=sys.stderr)"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a program as a session's, and return the words of its log before its exit status."""
+    pids = []
+
+    def run(program):
+        session = {
+            "command": [sys.executable, "-c", program],
+            "log": str(tmp_path / "log"),
+            "program": "it",
+            "folder": str(tmp_path),
+        }
+        ran = subprocess.run(
+            [sys.executable, "-c", wrapper.code("It", session)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=20,
+        )
+        assert "it failed with exit status 3" in ran.stderr
+        log = (tmp_path / "log").read_text()
+        words = log[: log.index("[it exited with status 3]")].split()
+        pids.append(int(words[words.index("started") + 1]))
+        return words, pids[-1]
+
+    yield run
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+
+
+def runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("code", [SERVER, DEAF, POLITE, CHATTY], ids=["server", "deaf", "polite", "chatty"])
+def test_what_a_program_leaves_running_ends_with_it(run, until, code):
+    words, pid = run(STARTER.format(code=code, how=""))
+    until(lambda: not runs(pid))
+    assert ("saved" in words) == (code == POLITE)
+
+
+def test_a_process_that_left_the_programs_group_does_not_keep_the_session(run):
+    """The platform ends it with the session."""
+    _, pid = run(STARTER.format(code=SERVER, how="start_new_session=True"))
+    assert runs(pid)
+
+
+def test_a_program_may_close_its_output_before_its_end(tmp_path):
+    code = "import os, time; os.close(1); os.close(2); time.sleep(0.5); os._exit(3)"
+    with pytest.raises(RuntimeError, match="exit status 3"):
+        wrapper.run([sys.executable, "-c", code], str(tmp_path / "log"), "it", str(tmp_path))
+
+
+# -- a log's limit
+
+#: What the logs of these tests keep of their beginning and of their end, in bytes.
+KEPT = 4096
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(wrapper, "_KEPT_OF_LOG", KEPT)
+
+
+def numbered(n, begin=0):
+    return [f"line {i:06d}" for i in range(begin, begin + n)]
+
+
+def print_lines(path, lines):
+    """Let a program print lines."""
+    log = wrapper.Log(str(path))
+    for line in lines:
+        log.write(f"{line}\n".encode())
+        log.shorten()
+
+
+def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path, small):
+    path, lines = tmp_path / "log", numbered(10_000)
+    sizes = set()
+    for i in range(0, len(lines), 100):
+        print_lines(path, lines[i : i + 100])  # also by a later session with this name
+        sizes.add(path.stat().st_size)
+    assert max(sizes) <= 3 * KEPT
+    kept = path.read_text().splitlines()
+    [note] = [line for line in kept if line.startswith("[")]
+    assert note.endswith("bytes omitted: a log keeps its beginning and its end]")
+    place = kept.index(note)
+    assert kept[: place - 1] == lines[: place - 1]  # the limit may be in a line
+    after = kept[place + 1 :]
+    assert after == lines[-len(after) :]
+    assert len("\n".join(after)) >= KEPT - len(lines[0])
+    # What is kept and what is omitted is all.
+    omitted = int(note[1:].split()[0])
+    assert path.stat().st_size + omitted - len(f"\n{note}\n") == len("".join(f"{line}\n" for line in lines))
+
+
+def test_a_line_that_another_process_adds_to_a_long_log_stays(tmp_path, small):
+    path = tmp_path / "log"
+    print_lines(path, numbered(1000))
+    wrapper.Log(str(path)).write(b"[lost: evicted]\n")
+    print_lines(path, numbered(50))
+    assert "[lost: evicted]" in path.read_text().splitlines()
+
+
+def test_a_line_without_an_end_is_shortened_too(tmp_path, small):
+    log = wrapper.Log(str(tmp_path / "log"))
+    for _ in range(400):
+        log.write(b"." * 100)
+        log.shorten()
+    kept = (tmp_path / "log").read_bytes()
+    assert len(kept) <= 3 * KEPT
+    assert b"bytes omitted" in kept
+
+
+def test_a_reader_of_a_log_that_is_shortened_goes_on_near_its_end(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(session_logs, "_MOST", 200)
+    path = tmp_path / "mine-0.log"
+    logs = SessionLogs("mine", tmp_path)
+    print_lines(path, numbered(900))
+    position = path.stat().st_size
+    assert [*logs.lines()][-1] == ("mine-0", "line 000899")
+    print_lines(path, numbered(200, 900))
+    assert path.stat().st_size < position
+    lines = [line for _, line in logs.lines()]
+    assert lines[0].endswith(f"earlier bytes are in {path}]")
+    assert lines[-1] == "line 001099"
+    assert len(lines) < 30
+    text, end = logs.part("mine-0", position)
+    assert end == path.stat().st_size
+    assert text.endswith("line 001099\n")
+
+
+def test_a_program_that_prints_without_end_fills_no_disk(tmp_path, small):
+    code = "print('x\\n' * 1_000_000); exit(3)"
+    with pytest.raises(RuntimeError, match="exit status 3"):
+        wrapper.run([sys.executable, "-c", code], str(tmp_path / "log"), "it", str(tmp_path))
+    log = (tmp_path / "log").read_text()
+    assert len(log) < 2**17
+    assert log.endswith("x\n\n[it exited with status 3]\n")
