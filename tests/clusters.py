@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,8 @@ from dask_cml.sessions.entry import Launch, fact
 LAUNCHED = 1790000000
 #: What the first scheduler of a cluster without worker groups begins with.
 WANTED: dict[str, Any] = {"groups": {}}
+#: The environment of processes in the session of the tests.
+NOTEBOOK = {"CDSW_ENGINE_ID": "notebook12345678"}
 
 
 def make(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
@@ -38,17 +40,19 @@ def simulate(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
     return make(cls, **{"platform": "auto", "security": False, **options})
 
 
-async def create_elsewhere(it: World, **options: Any) -> SimulatedProcess:
-    """Let another process of this session create a cluster in the simulated world. Return the process."""
+async def create_elsewhere(
+    it: World, cls: type[CMLCluster] = CMLCluster, env: Mapping[str, str] = NOTEBOOK, **options: Any
+) -> SimulatedProcess:
+    """Let another process create a cluster in the simulated world, by default in this session. Return it."""
 
     async def create() -> None:
-        async with simulate(**options) as cluster:
+        async with simulate(cls, **options) as cluster:
             while arrived(cluster) < target(cluster):
                 await asyncio.sleep(0.1)
             created.set()
             await asyncio.Event().wait()
 
-    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
+    created, creator = asyncio.Event(), it.process("creator", env)
     creator.start(create())
     await created.wait()
     return creator

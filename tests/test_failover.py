@@ -16,6 +16,7 @@ import pytest
 from clusters import (
     arrived,
     create_and_kill,
+    create_elsewhere,
     cut_off,
     limits,
     live,
@@ -31,7 +32,7 @@ from distributed.core import Status
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
-from dask_cml import address, cluster, protocol
+from dask_cml import CMLCluster, address, cluster, protocol
 from dask_cml.keeper import failover
 from dask_cml.layout import board_file
 from dask_cml.observers import ObservedCluster, Observers
@@ -204,6 +205,34 @@ async def test_a_remote_in_another_session_connects_to_the_next_scheduler_at_onc
         await eventually(lambda: other.is_connected and arrived(other) == 1, 30)
         assert cluster.keeps
         assert not other.keeps
+
+
+class Named(CMLCluster):
+    """A cluster whose subclass names the workers."""
+
+    def _new_worker_name(self, worker_number):
+        return f"a-w{worker_number}"
+
+
+@pytest.mark.parametrize("cls", [CMLCluster, Named])
+@simulated
+async def test_a_process_that_launches_the_next_scheduler_gives_no_name_again(it, cls):
+    """The keeper and the scheduler are lost together, as when the keeper's session ends."""
+    env = {"CDSW_ENGINE_ID": "anothersession00"}
+    creator = await create_elsewhere(it, cls=cls, env=env, name="lab", n_workers=2, worker_groups={"gpu": {}})
+    async with simulate(cls, name="lab", create_mode="connect", shutdown_on_close=True) as mine:
+        for group in ("default", "gpu"):
+            for n in (4, 0, 2):
+                await mine.scale(n, worker_group=group)
+                await eventually(lambda n=n, group=group: mine.worker_groups[group].n_arrived == n)
+        await eventually(lambda: len(it.platform.live) == 5)
+        before = len(it.platform.all)
+        creator.kill()
+        it.platform.end_session("anothersession00")
+        await eventually(lambda: mine.keeps and stands(it, mine, 4))
+        assert len(it.platform.all) == before + 5
+        assert "another session" not in log_of(mine)
+        assert mine.problem is None
 
 
 @simulated

@@ -15,6 +15,7 @@ import pytest
 from clusters import (
     arrived,
     create_and_kill,
+    create_elsewhere,
     cut_off,
     launch,
     limits,
@@ -32,9 +33,9 @@ from distributed.core import Status
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLError
+from dask_cml import CMLCluster, CMLError
 from dask_cml.keeper.keeper import Keeper
-from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER
+from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
@@ -384,6 +385,55 @@ async def test_sessions_that_end_with_the_keepers_session_are_replaced_by_the_ne
         it.platform.end_session(other_session)
         await eventually(lambda: third.keeps and has(third, 3))
         assert {session.owner for session in third.sessions} == {"notebook12345678"}
+
+
+class Named(CMLCluster):
+    """A cluster whose subclass names the workers."""
+
+    def _new_worker_name(self, worker_number):
+        return f"a-w{worker_number}"
+
+
+@pytest.mark.parametrize("cls", [CMLCluster, Named])
+@simulated
+async def test_the_next_keeper_gives_no_name_again(it, cls):
+    """Some names of the record and of the folder `started` are missing in the other one."""
+    creator = await create_elsewhere(it, cls, name="shared", n_workers=3, shutdown_on_close=False)
+    async with simulate(cls, name="shared", create_mode="connect", shutdown_on_close=True) as cluster:
+        before = {*cluster.worker_spec}
+        await cluster.scale(1)
+        await eventually(lambda: has(cluster, 1) and len(it.platform.live) == 2)
+        first, second = sorted(before - it.platform.running.keys())
+        [session] = (session.id for session in it.platform.all.values() if session.key == second)
+        folder = state_directory() / "shared"
+        (folder / STARTED_FOLDER / first).unlink()
+        for file in (folder / SESSIONS_FOLDER).glob(f"{session}*"):
+            file.unlink()
+        creator.kill()
+        await eventually(lambda: cluster.keeps)
+        launched = len(it.platform.all)
+        cluster.scale(5)
+        await eventually(lambda: has(cluster, 5))
+        assert len(it.platform.all) == launched + 4
+        assert {*cluster.worker_spec}.isdisjoint({first, second})
+        assert cluster.problem is None
+
+
+@simulated
+async def test_a_session_whose_name_was_given_before_is_replaced_and_no_failure(it):
+    with dask.config.set({"cml.failure-limit": 1}):
+        async with shared(worker_groups={"gpu": {}}) as cluster:
+            for name in ("shared-0", "shared-gpu-0"):
+                (state_directory() / "shared" / STARTED_FOLDER / name).write_text("formersession000")
+            cluster.scale(1)
+            cluster.scale(1, worker_group="gpu")
+            await eventually(lambda: arrived(cluster) == 2)
+            assert {*cluster.workers} == {"shared-1", "shared-gpu-1"}
+            assert cluster.gave_up == {}
+            assert cluster.problem is None
+            line = "Worker shared-0 not started: another session had its name; launching a replacement"
+            assert line in lines_of(cluster)
+            assert not any("lost: " in line for line in lines_of(cluster))
 
 
 async def test_others_get_the_link_to_the_dashboard(platform, holds):

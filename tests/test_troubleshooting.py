@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import cut_off, log_of, new_record, simulate, write_record
+from clusters import arrived, cut_off, log_of, new_record, simulate, write_record
 from clusters import sessions as recorded
 from distributed import Client, wait
 from distributed.comm import core, tcp
@@ -39,6 +39,7 @@ from dask_cml import (
 )
 from dask_cml.keeper import keeper
 from dask_cml.keeper.backoff import Backoff
+from dask_cml.layout import STARTED_FOLDER
 from dask_cml.local import processes
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.private_files import NotPrivate
@@ -317,6 +318,16 @@ async def test_the_page_lists_the_messages_about_lost_sessions(it, seen):
     await eventually(lambda: cluster.status == Status.closed)
     seen.append(log_of(cluster))
     await operations.end_all(store.records())
+
+
+@provokes("Worker not started")
+@simulated
+async def test_the_page_lists_the_message_about_a_name_that_was_taken(it, seen):
+    async with simulate(name="night") as cluster:
+        (state_directory() / "night" / STARTED_FOLDER / "night-0").write_text("formersession000")
+        cluster.scale(1)
+        await eventually(lambda: arrived(cluster) == 1)
+        seen.append(log_of(cluster))
 
 
 @provokes(

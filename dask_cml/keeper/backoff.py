@@ -10,7 +10,7 @@ from dask_cml.sessions.causes import Cause, Loss
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 #: The causes of a session's end that are no failures.
-_NO_FAILURES = (Cause.CLOSED, Cause.EVICTED)
+_NO_FAILURES = (Cause.CLOSED, Cause.EVICTED, Cause.NAME_TAKEN)
 #: Seconds after a connection without a failure after which earlier failures do not count any more.
 _SETTLED = 30.0
 
@@ -83,8 +83,9 @@ class Backoff:
     def lost(self, losses: Mapping[str, Loss]) -> None:
         """Record workers that were lost together, by their names, which counts as one failure.
 
-        A worker that was closed or evicted is no failure. A worker that ended while it ran a task makes the
-        next launches wait, but never stops them: the scheduler gives a task up that ends several workers.
+        A worker that was closed or evicted, or whose name was taken, is no failure. A worker that ended while
+        it ran a task makes the next launches wait, but never stops them: the scheduler gives a task up that
+        ends several workers.
         """
         failures = {name: loss for name, loss in losses.items() if loss.cause not in _NO_FAILURES}
         counts = not all(loss.of_task for loss in failures.values())

@@ -54,8 +54,10 @@ class Groups:
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
         #: which ones cost least to close.
         self._excess: dict[str, int] = {}
-        #: The number of a group's next session. SpecCluster has the number of the default group's.
+        #: The number of a group's next session, for names of this class.
         self._numbers: dict[str, int] = {}
+        #: All names that sessions of the cluster have had. A second session with such a name would exit.
+        self._given: set[str] = set()
         self._adaptives: dict[str, Adaptive] = {}
 
     # -- groups
@@ -196,25 +198,34 @@ class Groups:
                     spec["options"]["place"] = place
 
     def new(self, group: str) -> dict[str, Any]:
-        """Return the name and the spec of the next worker of a group."""
-        if group == DEFAULT_GROUP:
-            return self._cluster.new_worker_spec()
-        number = self._numbers.get(group, 0)
-        while (name := session_name(self._prefix, group, number)) in self._cluster.worker_spec:
-            number += 1
-        self._numbers[group] = number
-        return {name: self.spec(group)}
+        """Return the name and the spec of the next worker of a group. No session has had that name."""
+        if group != DEFAULT_GROUP:
+            return {self._next_name(group): self.spec(group)}
+        # A subclass may override either method, and give names of its own.
+        [(name, spec)] = self._cluster.new_worker_spec().items()
+        while name in self._given:
+            self._cluster._i += 1
+            previous, [(name, spec)] = name, self._cluster.new_worker_spec().items()
+            if name == previous:  # the subclass does not count
+                name = self._next_name(group)
+        return {name: spec}
 
-    def given(self, name: str) -> None:
-        """Never give the name of a session again: a second session with it would exit."""
+    def _next_name(self, group: str) -> str:
+        number = self._numbers.get(group, 0)
+        name = session_name(self._prefix, group, number)
+        while name in self._given or name in self._cluster.worker_spec:
+            number += 1
+            name = session_name(self._prefix, group, number)
+        self._numbers[group] = number
+        return name
+
+    def given(self, names: Iterable[str]) -> None:
+        """Never give the names of sessions again, in the cluster's whole life."""
         with self.lock:
-            group, number = read_name(self._prefix, name) or (DEFAULT_GROUP, -1)
-            if group != DEFAULT_GROUP:
-                self._numbers[group] = max(self._numbers.get(group, 0), number + 1)
-            elif name == self._cluster._new_worker_name(self._cluster._i):
+            self._given.update(names)
+            # For callers of SpecCluster.new_worker_spec (spec.py:549), which knows no names but the wanted.
+            while self._cluster._new_worker_name(self._cluster._i) in self._given:
                 self._cluster._i += 1
-            else:
-                self._cluster._i = max(self._cluster._i, number + 1)
 
     def group_of(self, name: str) -> str:
         """Return the group of a worker: of its spec or, if it is not wanted any more, of its name."""
@@ -283,9 +294,6 @@ class Groups:
                 del self._cluster.worker_spec[name]
                 surplus -= 1
             self._excess[group] = max(0, surplus)
-            if surplus < 0 and group == DEFAULT_GROUP:
-                SpecCluster.scale(self._cluster, len(self._cluster.worker_spec) - surplus)
-                return
             for _ in range(-surplus):
                 self._cluster.worker_spec.update(self.new(group))
 
@@ -307,7 +315,7 @@ class Groups:
             if self._excess.get(group, 0) > 0:  # one worker too many was wanted anyway
                 self._excess[group] -= 1
             else:
-                self.given(name)
+                self.given([name])
                 self._cluster.worker_spec.update(self.new(group))
             return True
 
@@ -321,9 +329,8 @@ class Groups:
         """Want as many workers of each group under new names, because another scheduler begins."""
         with self.lock:
             targets = {group: self.target(group) for group in self._options}
-            for name in self.workers():
-                self.given(name)
-                del self._cluster.worker_spec[name]
+            self.given(self.workers())
+            self._cluster.worker_spec.clear()
             self._excess.clear()
             for group, n in targets.items():
                 self.resize(group, n, ())

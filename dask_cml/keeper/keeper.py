@@ -332,7 +332,7 @@ class Keeper:
 
     async def _attach(self, name: str, worker: Any) -> None:
         """Enter a launched worker into the cluster."""
-        self._groups.given(name)
+        self._groups.given([name])
         self._cluster.workers[name] = worker
         self._cluster._created.add(worker)
         worker._cluster = ref(self._cluster)  # as SpecCluster does
@@ -343,10 +343,6 @@ class Keeper:
         """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""
         self._cluster.workers.clear()
         self._groups.drop(self._groups.workers())
-        recorded = (*record.launches.values(), *record.ended.values())
-        for launch in sorted(recorded, key=lambda launch: launch.launched):
-            if launch.key != SCHEDULER:
-                self._groups.given(launch.key)
         for launch in record.launches.values():
             group_name = self._groups.group_of(launch.key)
             if launch.key == SCHEDULER or group_name not in self._groups:
@@ -662,7 +658,8 @@ class Keeper:
             self.backoff(group).lost({name: loss for name, loss in lost.items() if groups[name] == group})
         for name, loss in lost.items():
             self._log_event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
-            if name in workers and loss.cause is not Cause.CLOSED:
+            # The log of a session that had no name is that of the session which had it first.
+            if name in workers and loss.cause not in (Cause.CLOSED, Cause.NAME_TAKEN):
                 await workers[name].note_loss(loss)
 
     async def _find_strays(self) -> None:

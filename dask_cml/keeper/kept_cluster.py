@@ -306,7 +306,7 @@ class KeptCluster(SpecCluster):
         security, files = await asyncio.to_thread(tls.as_files, options.security, self.place.folder)
         record = replace(self.new_record, options=options.arguments(), security=tls.paths(security))
         self.record = record  # to remove it if this is cancelled
-        keeper = self._make_keeper(record)
+        keeper = await self._make_keeper(record)
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
         board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, self._api)
@@ -348,7 +348,9 @@ class KeptCluster(SpecCluster):
         self.groups.move(place)
         self.scheduler_spec["options"]["place"] = place
 
-    def _make_keeper(self, record: Record) -> Keeper:
+    async def _make_keeper(self, record: Record) -> Keeper:
+        """Return what keeps the cluster here from now on. It gives no name that a session has had before."""
+        self.groups.given(await asyncio.to_thread(store.given_names, record))
         return Keeper(self, self.groups, self._remote, self._api, record, self._log)
 
     def _begin_keeping(self, keeper: Keeper) -> None:
@@ -557,7 +559,7 @@ class KeptCluster(SpecCluster):
         record = await asyncio.to_thread(store.read_again, self.record)
         self.groups.take(board.groups)
         await self._subscribe()
-        keeper = self._make_keeper(record)
+        keeper = await self._make_keeper(record)
         async with self._lock:
             await keeper.succeed(record)
             self._role = keeper
@@ -750,7 +752,7 @@ class KeptCluster(SpecCluster):
     async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
         begin, last = time.monotonic(), record.scheduler
-        keeper = self.keeper or self._make_keeper(record)
+        keeper = self.keeper or await self._make_keeper(record)
         board = keeper.first_board(
             # If the keeper has vanished, what the lost scheduler wrote last is wanted.
             last.groups if self.keeper is None else None,

@@ -99,6 +99,8 @@ def _patience() -> float:
 
 
 async def _cause(worker: CMLWorker, last: Mapping[str, Any]) -> Loss:
+    if worker.has_ended and not worker.seen and await worker.name_was_taken():
+        return Loss(Cause.NAME_TAKEN, "not started: another session had its name")
     gone = None
     if not _is_over(worker):
         if worker.gone_since is None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
@@ -176,6 +177,28 @@ def _has(folder: Path, record: Record) -> bool:
         return False
     except ValueError as error:
         raise CMLError(f"cannot read the record {folder / RECORD_FILE}: {error}") from None
+
+
+def given_names(record: Record) -> set[str]:
+    """Return all names that a cluster has ever given to worker sessions.
+
+    The record lacks a session whose launch was not answered. The folder of the taken names lacks a session
+    that has not started yet.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's record, with its ended sessions.
+
+    Raises
+    ------
+    OSError, CMLError
+        If the cluster's folder cannot be read.
+    """
+    names = {launch.key for launch in (*record.launches.values(), *record.ended.values())}
+    if _has(record.folder, record):
+        names.update(map(unquote, os.listdir(record.folder / STARTED_FOLDER)))
+    return names
 
 
 def read(name: str, directory: Path | None = None) -> Record:

@@ -39,6 +39,7 @@ class Cause(str, Enum):
     KILLED = "killed"
     CLOSED = "closed"
     NEVER_CONNECTED = "never connected"
+    NAME_TAKEN = "name taken"
 
 
 @dataclass(frozen=True)

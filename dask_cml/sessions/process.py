@@ -31,6 +31,20 @@ _POLL_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
 
 
+def _read_started(place: Place, name: str) -> str | None:
+    """Return the session that has started under a name. None: no session has.
+
+    Raises
+    ------
+    OSError, ValueError, CMLError
+        If the session's file cannot be read.
+    """
+    try:
+        return read_file(place.folder / STARTED_FOLDER / quote(name, safe="")).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
 class CMLScheduler(CMLProcess):
     """The scheduler, in a session of its own.
 
@@ -88,20 +102,14 @@ class CMLScheduler(CMLProcess):
                 continue
             ended = self.session_id
             try:
-                self._take(await asyncio.to_thread(self._started_session))
+                self._take(
+                    await asyncio.to_thread(_read_started, self.place, f"{SCHEDULER}-{self.place.number}")
+                )
             except (OSError, ValueError, CMLError) as error:  # it is read again until the answer is late
                 logger.info("Session of the scheduler not read: %r", error)
                 continue
             if self.session_id == ended:
                 raise SessionFailed(await self.failure("ended before its scheduler answered"))
-
-    def _started_session(self) -> str | None:
-        """Return the session that has started as this scheduler. None: no session has."""
-        file = self.place.folder / STARTED_FOLDER / quote(f"{SCHEDULER}-{self.place.number}", safe="")
-        try:
-            return read_file(file).decode(errors="replace")
-        except FileNotFoundError:
-            return None
 
     def _take(self, session: object) -> None:
         """Take the session in which the scheduler runs, perhaps that of a launch whose answer was lost."""
@@ -211,6 +219,7 @@ class CMLWorker(CMLProcess):
         if own := {name: value for name, value in own.items() if value != usual.get(name)}:
             options = options.of_group(own)
         super().__init__(api, options, plan_worker(options, place, name, scheduler))
+        self._place = place
         self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()
         self.has_arrived = False
@@ -219,3 +228,12 @@ class CMLWorker(CMLProcess):
         self.retired = False
         self.cannot_move_to: set[str] | None = None
         self.logged: str | None = None
+
+    async def name_was_taken(self) -> bool:
+        """Return whether another session had this worker's name, so that its own session has exited."""
+        try:
+            session = await asyncio.to_thread(_read_started, self._place, self.name)
+        except (OSError, ValueError, CMLError) as error:
+            logger.info("Session of worker %s not read: %s", self.name, error)
+            return False
+        return is_session_id(session) and session != self.session_id
