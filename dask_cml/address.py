@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -35,8 +36,8 @@ logger = Logger(__name__)
 T = TypeVar("T")
 
 _POLL_INTERVAL = 0.5
-#: Seconds for which a client waits for another scheduler. Dask's default is the time-out of one connection.
-RECONNECT_TIMEOUT = 300.0
+#: Seconds for which a client waits at least for another scheduler, and before it tries again.
+RECONNECT_TIMEOUT, _RETRY = 300.0, 0.1
 #: Seconds before the first search for the client that connects, and before the last search. Pauses double.
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
 #: Whether Dask connects in a task of its own, so that a connection does not know which task waits for it.
@@ -181,7 +182,7 @@ def _why_ended(record_id: str) -> str | None:
 
 
 def _prepare_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
-    """Give this process's clients of an address the keys for workers, and patience with the scheduler.
+    """Give this process's clients of an address the keys for workers, and tell them of the cluster's end.
 
     Dask registers a client after its first connection. So search for it repeatedly for some seconds.
     """
@@ -195,7 +196,6 @@ def _prepare_clients(address: str, security: Security | None, connection_args: d
             if security is not None and not client.connection_args.get("ssl_context"):
                 client.security, client.connection_args = security, connection_args
                 client.rpc.connection_args = connection_args
-            client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
             _connected.add(client)
             if client.id not in prepared and client.status == "running":
                 prepared.add(client.id)
@@ -215,6 +215,32 @@ def _close_at_end(client: Client, name: str) -> None:
         await client._close()
 
     client.subscribe_topic(END, close)
+
+
+async def _ensure_connected(client: Client, timeout: float | None = None) -> None:
+    """Connect a client. If it was connected before, wait longer for its cluster's next scheduler.
+
+    Client._reconnect (client.py:1529) has the time limit of the client, which is also that of scatter(),
+    close() and restart().
+    """
+    has_begun, address = client._handle_report_task is not None, str(getattr(client.scheduler, "address", ""))
+    if not (has_begun and address.startswith(f"{SCHEME}://")):
+        await _dask_ensure_connected(client, timeout)
+        return
+    patience = max(client._timeout, RECONNECT_TIMEOUT)
+    deadline = time.monotonic() + patience
+    while client.status == "connecting" and (time_left := deadline - time.monotonic()) > 0:
+        try:
+            await _dask_ensure_connected(client, time_left)
+            return
+        except (OSError, asyncio.TimeoutError):
+            await asyncio.sleep(_RETRY)
+    client._timeout = patience  # Dask closes the client now, and names the time for which it has waited
+    raise OSError(f"no other scheduler at {address} within {patience:g} s")
+
+
+_dask_ensure_connected: Any = Client._ensure_connected
+Client._ensure_connected = _ensure_connected  # type: ignore[method-assign]
 
 
 def _clients(address: str) -> list[Client]:

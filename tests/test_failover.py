@@ -542,6 +542,37 @@ async def test_six_schedulers_in_a_row_are_replaced_by_the_keeper_if_tasks_are_c
         await eventually(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)
 
 
+@simulated
+async def test_a_client_waits_longer_for_the_next_scheduler_than_its_own_time_limit(it):
+    async with (
+        simulate(name="lab", n_workers=1) as cluster,
+        Client("cml://lab", asynchronous=True, timeout=5) as client,
+    ):
+        await client.wait_for_workers(1)
+        with it.platform.held("launch_workers"):
+            it.platform.evict(it.platform.running["lab-scheduler"])
+            await eventually(lambda: client.status == "connecting")
+            await asyncio.sleep(8)
+            assert (client.status, client._timeout) == ("connecting", 5)
+        await eventually(lambda: stands(it, cluster, 1))
+        assert await client.submit(pow, 2, 2) == 4
+        assert client._timeout == 5
+
+
+@simulated
+async def test_a_client_that_finds_no_next_scheduler_closes_and_names_the_time(it, caplog):
+    with mock.patch.object(address, "RECONNECT_TIMEOUT", 9.0):
+        async with (
+            simulate(name="lab") as cluster,
+            Client("cml://lab", asynchronous=True, timeout=5) as client,
+        ):
+            with it.platform.held("launch_workers"):
+                it.platform.evict(it.platform.running["lab-scheduler"])
+                await eventually(lambda: client.status == "closed", seconds=20.0)
+            await eventually(lambda: stands(it, cluster, 0))
+    assert "Failed to reconnect to scheduler after 9.00 seconds" in caplog.text
+
+
 async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(platform, holds):
     async with (
         make(name="lab") as cluster,
@@ -550,7 +581,7 @@ async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(p
         Client("cml://lab", asynchronous=True, timeout="15 minutes") as patient,
     ):
         clients = first, second, patient
-        await holds(lambda: all(client._timeout >= address.RECONNECT_TIMEOUT for client in clients))
+        await holds(lambda: address._connected.issuperset(clients))
         await cluster.close()
         await holds(lambda: {client.status for client in clients} == {"closed"})
 
