@@ -98,6 +98,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    def is_here(self) -> bool:
+        """Return whether the calling thread is the loop's own."""
+        return threading.get_ident() == self._thread
+
     # -- threads that work for the loop
 
     def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
@@ -123,7 +127,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def sleep(self, seconds: float) -> None:
         """Let a thread wait for the clock."""
-        if threading.get_ident() == self._thread or self.is_closed():
+        if self.is_here() or self.is_closed():
             return
         woken = threading.Event()
         works = getattr(self._works, "here", False)

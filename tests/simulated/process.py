@@ -1,8 +1,9 @@
-"""Simulated processes: parts of one event loop that can be killed or frozen, as if each ran by itself.
+"""Simulated processes: parts of one event loop, as if each ran by itself, that can be killed or paused.
 
 What a process does runs in its context: its tasks, its threads and its connections belong to it. When it is
 killed, none of its code runs any more, not even what is in ``finally``, and its connections break. When it is
-frozen, as with its machine, its connections stay open and nobody answers.
+frozen, as with its machine, its connections stay open and nobody answers. When it is paused, it does so until
+it goes on, with everything that has become due meanwhile. Without a network, it alone goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from unittest import mock
 from weakref import WeakSet
 
-from distributed.comm.tcp import TCP, BaseTCPListener
+from distributed.comm.tcp import TCP, BaseTCPConnector, BaseTCPListener
 from tornado.iostream import IOStream
 
 from .clock import VirtualLoop
@@ -73,6 +74,13 @@ class SimulatedProcess:
         #: Those that a mesh keeps open.
         self._held: list[IOStream] = []
         self._stopped: list[_Guarded] = []
+        #: What its tasks wait for while it is paused, and the timers that were due.
+        self._resumed: list[asyncio.Future[None]] = []
+        self._late: list[tuple[contextvars.Context, Callable[[], Any]]] = []
+        self._pauses_threads = False
+        #: Whether packets vanish, and what waits for the network.
+        self._is_cut_off = self._refuses = False
+        self._reached: list[asyncio.Future[None]] = []
         self._started: list[asyncio.Task[Any]] = []
         self._context = contextvars.copy_context()
         self._context.run(_process.set, self)
@@ -101,14 +109,16 @@ class SimulatedProcess:
         return task
 
     def check(self) -> None:
-        """End the calling thread if the process does not run any more.
+        """End the calling thread if the process does not run any more. Let the thread wait during a pause.
 
         Raises
         ------
         Killed
             If it does not.
         """
-        if not self.runs:
+        while self._pauses_threads and self.state == "paused" and not self.loop.is_here():
+            self.loop.sleep(1.0)
+        if self.state in ("dead", "frozen"):
             raise Killed(self.name)
 
     def called(self) -> None:
@@ -134,11 +144,83 @@ class SimulatedProcess:
         if self.runs:
             self.state = "frozen"
 
+    def pause(self, seconds: float, threads: bool = True) -> None:
+        """Let the process do nothing for some seconds, as SIGSTOP and SIGCONT do.
+
+        Parameters
+        ----------
+        seconds : float
+            How long.
+        threads : bool
+            Whether its threads pause, too. Otherwise, only its event loop is busy.
+        """
+        if self.runs:
+            self.state, self._pauses_threads = "paused", threads
+            self._soon(seconds, self.resume)
+
+    def resume(self) -> None:
+        """End a pause. Timers that were due come first."""
+        if self.state != "paused":
+            return
+        self.state = "runs"
+        late, self._late = self._late, []
+        for context, callback in late:
+            self.loop.call_soon(callback, context=context)
+        _wake(self._resumed)
+
+    def cut_off(self, seconds: float, refuses: bool = False) -> None:
+        """Break the network between this process and all others for some seconds.
+
+        Parameters
+        ----------
+        seconds : float
+            How long.
+        refuses : bool
+            Whether its connections break, too, and new ones are refused. Otherwise, packets vanish.
+        """
+        self._is_cut_off = True
+        self._refuses = refuses
+        if refuses:
+            self._break_connections()
+        self._soon(seconds, self.connect_again)
+
+    def connect_again(self) -> None:
+        """Heal the network."""
+        self._is_cut_off = False
+        _wake(self._reached)
+
+    async def connects(self) -> None:
+        """Wait until there is a network for a new connection.
+
+        Raises
+        ------
+        OSError
+            If it refuses connections.
+        """
+        if self._is_cut_off and self._refuses:
+            raise OSError("no route to host")
+        await self.carries()
+
+    async def carries(self) -> None:
+        """Wait until the network carries packets."""
+        while self._is_cut_off:
+            await _added_to(self._reached, self.loop)
+
+    def _soon(self, seconds: float, function: Callable[[], Any]) -> None:
+        self.loop.call_later(seconds, function, context=contextvars.Context())
+
+    def _break_connections(self) -> None:
+        for comm in [*self._comms]:
+            if not isinstance(comm, BaseTCPListener):
+                comm.abort()
+
     def _bury(self) -> None:
         for task in self.tasks:
             task.cancel()
-        for comm in [*self._comms]:
-            comm.stop() if isinstance(comm, BaseTCPListener) else comm.abort()
+        self._break_connections()
+        for listener in [*self._comms]:
+            if isinstance(listener, BaseTCPListener):
+                listener.stop()
         for stream in [*self._accepted]:
             stream.close()
         for callback in self.on_end:
@@ -161,6 +243,8 @@ class _Guarded(Coroutine[Any, Any, Any]):
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], process: SimulatedProcess) -> None:
         self.coroutine, self.process = coroutine, process
+        #: What it was to raise during a pause.
+        self._error: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         return f"{self.process.name}: {self.coroutine!r}"
@@ -169,16 +253,23 @@ class _Guarded(Coroutine[Any, Any, Any]):
         raise NotImplementedError  # tasks send
 
     def send(self, value: Any) -> Any:
+        if self._error:
+            return self.throw(*self._error)
         if self.process.runs:
             return self.coroutine.send(value)
         return self._stop()
 
     def throw(self, *error: Any) -> Any:
+        self._error = ()
         if self.process.runs:
             return self.coroutine.throw(*error)
+        if self.process.state == "paused":
+            self._error = error
         return self._stop()
 
     def _stop(self) -> Any:
+        if self.process.state == "paused":
+            return next(_added_to(self.process._resumed, self.process.loop).__await__())
         if self not in self.process._stopped:
             self.process._stopped.append(self)
         if self.process.state == "dead":
@@ -188,6 +279,20 @@ class _Guarded(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         if self.process.runs:
             self.coroutine.close()
+
+
+def _added_to(waiting: list[asyncio.Future[None]], loop: VirtualLoop) -> asyncio.Future[None]:
+    future: asyncio.Future[None] = loop.create_future()
+    waiting.append(future)
+    return future
+
+
+def _wake(waiting: list[asyncio.Future[None]]) -> None:
+    """Let go on what waits."""
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)
+    waiting.clear()
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -201,11 +306,19 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) 
 
 
 def _guard(callback: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a timer's callback that the dead do not call."""
+    """Return a timer's callback that the dead do not call, and the paused call later."""
     process = _process.get()
     if process is None:
         return callback
-    return lambda *args: callback(*args) if process.runs else None
+
+    def call(*args: Any) -> Any:
+        if process.runs:
+            return callback(*args)
+        if process.state == "paused":
+            process._late.append((contextvars.copy_context(), lambda: call(*args)))
+        return None
+
+    return call
 
 
 def _owned(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,6 +331,33 @@ def _owned(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(comm, *args, **options)
 
     return owning
+
+
+def _connects(connect: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a connector's method that needs the network of the current process."""
+
+    async def connecting(connector: Any, *args: Any, **options: Any) -> Any:
+        process = _process.get()
+        if process is not None:
+            await process.connects()
+        return await connect(connector, *args, **options)
+
+    return connecting
+
+
+def _carries(carry: Callable[..., Any], before: bool) -> Callable[..., Any]:
+    """Return a connection's method that needs the network of the process which has the connection."""
+
+    async def carrying(comm: Any, *args: Any, **options: Any) -> Any:
+        process = _process.get()
+        if before and process is not None:
+            await process.carries()
+        carried = await carry(comm, *args, **options)
+        if not before and process is not None:
+            await process.carries()
+        return carried
+
+    return carrying
 
 
 def _accepts(handle: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,5 +387,8 @@ def processes_in(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(TCP, "__init__", _owned(TCP.__init__)),
         mock.patch.object(BaseTCPListener, "start", _owned(BaseTCPListener.start)),
         mock.patch.object(BaseTCPListener, "_handle_stream", _accepts(BaseTCPListener._handle_stream)),
+        mock.patch.object(BaseTCPConnector, "connect", _connects(BaseTCPConnector.connect)),
+        mock.patch.object(TCP, "read", _carries(TCP.read, before=False)),
+        mock.patch.object(TCP, "write", _carries(TCP.write, before=True)),
     ):
         yield
