@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import os
 import sys
 import threading
 from collections import deque
@@ -20,10 +21,45 @@ from dask_cml.words import printable_lines
 #: Maximum number of lines that are not written yet. Of more, the oldest are dropped.
 _MOST_WAITING = 1000
 
-_lock = threading.Lock()
-_waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
-_idle = threading.Event()
-_idle.set()
+
+class _Writer:
+    """Writes words in a thread of its own, as long as there are any."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Have nothing to write. The child of a fork has the parent's locks, and not its thread."""
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
+        self.idle = threading.Event()
+        self.idle.set()
+
+    def write(self, function: Callable[[], None]) -> None:
+        """Call a function that writes words, soon, after all words before."""
+        with self._lock:
+            self._waiting.append(function)
+            if not self.idle.is_set():
+                return
+            self.idle.clear()
+        try:
+            threading.Thread(target=self._write_all, name="cml-output", daemon=True).start()
+        except RuntimeError:  # the interpreter exits, so nothing else is to be blocked
+            self._write_all()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self.idle.set()
+                    return
+                function = self._waiting.popleft()
+            with contextlib.suppress(BaseException):  # SystemExit of a log handler would end the thread
+                function()
+
+
+_writer = _Writer()
+os.register_at_fork(after_in_child=_writer.begin)
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
@@ -34,32 +70,13 @@ def say(text: str, *, to_stderr: bool = False) -> None:
 
 def flush(timeout: float = 1.0) -> bool:
     """Wait until everything is written, and return whether it is. Blocks."""
-    return _idle.wait(timeout)
+    return _writer.idle.wait(timeout)
 
 
 def write(function: Callable[[], None]) -> None:
     """Call a function that writes words, soon, after all words before. Drop its errors."""
     context = contextvars.copy_context()
-    with _lock:
-        _waiting.append(lambda: context.run(function))
-        if not _idle.is_set():
-            return
-        _idle.clear()
-    try:
-        threading.Thread(target=_write_all, name="cml-output", daemon=True).start()
-    except RuntimeError:  # the interpreter exits, so nothing else is to be blocked
-        _write_all()
-
-
-def _write_all() -> None:
-    while True:
-        with _lock:
-            if not _waiting:
-                _idle.set()
-                return
-            function = _waiting.popleft()
-        with contextlib.suppress(BaseException):  # SystemExit of a log handler would end the thread
-            function()
+    _writer.write(lambda: context.run(function))
 
 
 def get_logger(name: str) -> logging.Logger:

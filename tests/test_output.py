@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import subprocess
 import sys
 import threading
 import traceback
@@ -167,3 +168,35 @@ def test_a_start_is_shown_nowhere_without_standard_error(monkeypatch, kind):
         screen.show("Starting", [])
         with contextlib.suppress(OSError, ValueError):  # as StartDisplay does
             screen.end("")
+
+
+FORK = """
+import os, sys, threading
+from dask_cml import output
+
+held, free = threading.Event(), threading.Event()
+
+
+def hold():
+    held.set()
+    free.wait()
+
+
+output.write(hold)  # as a terminal after Ctrl-S
+held.wait()
+output.say("of the parent")
+child = os.fork()
+if child == 0:
+    output.say("of the child")
+    output.Logger("mine").error("logged")
+    os._exit(0 if output.flush(60) else 1)
+_, status = os.waitpid(child, 0)
+free.set()
+output.flush(60)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_child_that_is_forked_while_words_are_written_writes_its_own():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "of the child\nof the parent\n", "logged\n")
