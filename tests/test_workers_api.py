@@ -22,7 +22,7 @@ from simulated.testing import eventually
 
 from dask_cml import CMLError, LaunchRefused, NotOnCML
 from dask_cml.options import SessionSize
-from dask_cml.sessions import calls
+from dask_cml.sessions import calls, workers_api
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
@@ -563,6 +563,50 @@ async def test_a_forbidden_stop_raises_an_error_and_the_session_is_not_forgotten
         await api.stop(session_id)
     assert stub.count("stop_workers") == 1
     assert {*api.live} == {session_id}
+
+
+@pytest.mark.parametrize("code", [403, 503])
+async def test_of_several_sessions_only_those_that_were_not_stopped_are_named_and_tried_again(
+    stub, api, left, code
+):
+    ids = await launch(api, 6)
+    stub.denied[ids[2]] = code
+    with pytest.raises(CallFailed, match=rf"^CML did not stop {ids[2]}(: | in .*: )CML answered {code}$"):
+        await api.stop(*ids)
+    assert left() == {*api.live} == {ids[2]}
+    assert api.stopped == {*ids} - {ids[2]}
+    with pytest.raises(CallFailed, match=f"did not stop {ids[2]}, which may still run: CML answered {code}"):
+        await api.close()
+    stub.denied.clear()
+    await api.close()
+    assert not left()
+    assert {*map(len, stub.arguments("stop_workers"))} == {1, 6}
+
+
+async def test_sessions_whose_stop_was_not_answered_are_stopped_again(stub, api, left, monkeypatch):
+    ids = await launch(api, 3)
+    answer = stub._stop_all
+    monkeypatch.setattr(stub, "_stop_all", lambda ids: answer(ids)[: max(1, len(ids) - 1)])
+    await api.stop(*ids)
+    assert left() == {*api.live} == set()
+
+
+async def test_a_cluster_may_stop_sessions_while_another_learns_which_stopped_sessions_have_ended(
+    stub, api, left, monkeypatch
+):
+    other = WorkersAPI(stub)
+    ids = await launch(api, 3)
+    [late] = await launch(other)
+    await api.stop(*ids)
+
+    def has_ended_meanwhile(session):
+        if other.live:
+            other._stop_now([late])
+        return has_ended(session)
+
+    monkeypatch.setattr(workers_api, "has_ended", has_ended_meanwhile)
+    assert await api.wait_for_stopped()
+    assert left() == set()
 
 
 # -- the end

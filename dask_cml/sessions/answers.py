@@ -55,6 +55,10 @@ class WrongAnswer(CMLError):
         self.code = code
 
 
+class NotAllStopped(WrongAnswer):
+    """Some sessions were stopped, and others not. The answer does not say which. A later try may succeed."""
+
+
 class NoAnswer(CMLError, TimeoutError):
     """A call did not return within its time limit. A later try may succeed."""
 
@@ -202,14 +206,20 @@ def check_stopped(ids: Collection[str], answer: Any) -> None:
 
     Raises
     ------
+    NotAllStopped
+        If the answer confirms that some sessions are stopped.
     WrongAnswer
-        If the answer does not confirm that all sessions are stopped.
+        If the answer does not confirm that any session is stopped.
     """
     if not isinstance(answer, list):
         raise _wrong(answer)
     # 404: the session has ended already. The order of the answers may differ from the order of the ids.
     codes = [getattr(response, "status_code", None) for response in answer]
     bad = sorted({code for code in codes if isinstance(code, int) and code >= 400 and code != 404})
+    if any(isinstance(code, int) and code not in bad for code in codes) and (bad or len(codes) < len(ids)):
+        raise NotAllStopped(
+            f"CML answered {', '.join(map(str, bad)) or 'for some of them only'}", max(bad, default=None)
+        )
     if bad:
         raise WrongAnswer(f"CML answered {', '.join(map(str, bad))}", max(bad))
     if len(codes) < len(ids) or None in codes:

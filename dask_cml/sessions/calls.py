@@ -60,13 +60,17 @@ class Calls:
         self._slots = asyncio.Semaphore(at_once)
         self._modules = frozenset(modules)
 
-    async def do(self, verb: str, what: str, function: Callable[[], Any], limit: float | None = None) -> Any:
+    async def do(
+        self, verb: str, what: Callable[[], str], function: Callable[[], Any], limit: float | None = None
+    ) -> Any:
         """Call a function without blocking the event loop. Retry while the error is temporary.
 
         Parameters
         ----------
-        verb, what : str
-            The operation for messages, such as ``"list"`` and ``"sessions"``.
+        verb : str
+            The operation for messages, such as ``"list"``.
+        what : callable
+            Returns the object of the operation for messages, such as ``"sessions"``.
         function : callable
             The function, which may block.
         limit : float, optional
@@ -88,7 +92,7 @@ class Calls:
                     raise
                 words = answers.in_words(error)
                 if pause is None or not answers.may_pass(error):
-                    failure = f"CML did not {verb} {what}"
+                    failure = f"CML did not {verb} {what()}"
                     if pause is None:
                         n = self.retries + 1
                         noun = "try" if n == 1 else "tries"
@@ -96,7 +100,7 @@ class Calls:
                     self.failures[verb] = f"{failure}: {words}"
                     self.key_refused = answers.refuses_key(error)
                     raise CallFailed(self.failures[verb]) from error
-                logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what, pause, words)
+                logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what(), pause, words)
                 await asyncio.sleep(pause)
             else:
                 self.failures.pop(verb, None)

@@ -19,7 +19,7 @@ from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
 from dask_cml.output import Logger
 from dask_cml.sessions import answers
-from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended, may_pass
+from dask_cml.sessions.answers import CallFailed, NoAnswer, NotAllStopped, SessionInfo, has_ended, may_pass
 from dask_cml.sessions.calls import Calls, start
 from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.plan import SessionPlan
@@ -32,8 +32,33 @@ logger = Logger(__name__)
 _STOPPED_WITHIN = 30.0
 #: Number of sessions that one call stops within its time limit. The platform stops ten at once.
 _IN_TIME = 1000
-#: The sessions that this process has stopped on each platform, of all clusters, and that may not have ended.
-_stopping: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+class _Stopping:
+    """The sessions of all clusters that this process has stopped, and that may not have ended."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._lock = threading.Lock()
+
+    def ids(self) -> set[str]:
+        """Return the ids of the sessions."""
+        with self._lock:
+            return {*self._ids}
+
+    def add(self, ids: Iterable[str]) -> None:
+        """Note sessions that were stopped."""
+        with self._lock:
+            self._ids.update(ids)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Forget sessions that have ended."""
+        with self._lock:
+            self._ids.difference_update(ids)
+
+
+#: What this process has stopped on each platform.
+_stopping: WeakKeyDictionary[Any, _Stopping] = WeakKeyDictionary()
 
 
 @dataclass
@@ -103,7 +128,7 @@ class WorkersAPI:
         self._interval = setting("api.poll-interval")
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
-        self._stopping = _stopping.setdefault(module, set())
+        self._stopping = _stopping.setdefault(module, _Stopping())
         self._ended = False
         #: Guards what threads share.
         self._lock = threading.Lock()
@@ -155,19 +180,19 @@ class WorkersAPI:
             If ``launch_workers`` does not support one of the options.
         """
         self.check_options(plan.launch_options)
-        stopping = {*self._stopping}
+        stopping = self._stopping.ids()
         try:
             return await self._launch(_Launch(plan))
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
-            stopping |= self._stopping
+            stopping |= self._stopping.ids()
             if not stopping or not await self.wait_until_ended(stopping):
                 raise
             return await self._launch(_Launch(plan))
 
     async def _launch(self, launch: _Launch) -> SessionInfo:
         try:
-            return await self._calls.do("launch", launch.plan.name, lambda: self._launch_now(launch))
+            return await self._calls.do("launch", lambda: launch.plan.name, lambda: self._launch_now(launch))
         finally:
             with self._lock:
                 launch.over = True
@@ -201,8 +226,7 @@ class WorkersAPI:
         if is_session_id(engine):
             self.adopt(engine, plan.name)
             self._try_to_stop(engine)
-            with self._lock:
-                self._stopping.discard(engine)  # its end makes no room for another try
+            self._stopping.remove([engine])  # its end makes no room for another try
         raise answers.refusal(plan.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
@@ -266,12 +290,11 @@ class WorkersAPI:
     async def _list(self) -> dict[str, SessionInfo]:
         await asyncio.sleep(self._next_listing - time.monotonic())
         self._next_listing = time.monotonic() + self._interval
-        return await self._calls.do("list", "sessions", self._list_now)
+        return await self._calls.do("list", lambda: "sessions", self._list_now)
 
     def _list_now(self) -> dict[str, SessionInfo]:
         sessions = {session["id"]: session for session in answers.listed(self.module.list_workers())}
-        with self._lock:
-            self._stopping.difference_update(_without_live(self._stopping, sessions))
+        self._stopping.remove(_without_live(self._stopping.ids(), sessions))
         return sessions
 
     async def wait_until_ended(self, ids: Collection[str]) -> bool:
@@ -293,8 +316,7 @@ class WorkersAPI:
                 # Not sessions(), which fails after close(), and whose call would go on after the time-out.
                 listed = await asyncio.wait_for(asyncio.wrap_future(start(self._list_now)), time_left)
                 if len(_without_live(ids, listed)) == len({*ids}):
-                    with self._lock:
-                        self._stopping.difference_update(ids)
+                    self._stopping.remove(ids)
                     return True
                 await asyncio.sleep(self._interval)
         except Exception as error:  # the platform may raise anything
@@ -303,26 +325,40 @@ class WorkersAPI:
 
     async def wait_for_stopped(self) -> bool:
         """Wait until the sessions have ended that this process has stopped, see :meth:`wait_until_ended`."""
-        return await self.wait_until_ended({*self._stopping})
+        return await self.wait_until_ended(self._stopping.ids())
 
     # -- stop
 
     async def stop(self, *ids: str) -> None:
-        """Stop sessions, in one call.
+        """Stop sessions, in one call. If the platform does not stop some of them, stop them one by one.
 
         Raises
         ------
         ValueError
             If `ids` is empty, by which the platform means all sessions of the user, or if an id is invalid.
         CMLError
-            If the platform does not stop them.
+            If the platform does not stop some of them. The message names one of these, and their number.
         """
         if not ids:
             raise ValueError("invalid ids=(): expected the ids of sessions")
         for session_id in ids:
             _check_id(session_id)
-        what = f"{ids[0]} and {len(ids) - 1} more" if len(ids) > 1 else ids[0]
-        await self._calls.do("stop", what, lambda: self._stop_now(ids), self._time_to_stop(ids))
+        live = {*self.live}
+
+        def left() -> list[str]:
+            return [session_id for session_id in ids if session_id in self.live or session_id not in live]
+
+        def what() -> str:
+            more = len(left()) - 1
+            return f"{left()[0]} and {more} more" if more else left()[0]
+
+        limit = self._time_to_stop(ids)
+        try:
+            await self._calls.do("stop", what, lambda: self._stop_now(ids), limit)
+        except CallFailed as error:
+            if not isinstance(error.__cause__, NotAllStopped):
+                raise
+            await self._calls.do("stop", what, lambda: self._stop_one_by_one(left()), limit)
 
     def _stop_now(self, ids: Collection[str]) -> None:
         """Stop sessions by one blocking call. Without ids, call nothing.
@@ -336,9 +372,20 @@ class WorkersAPI:
             return
         answers.check_stopped(ids, self.module.stop_workers(*ids))
         self.forget(*ids)
+        self._stopping.add(ids)
         with self._lock:
-            self._stopping.update(ids)
             self.stopped.update(ids)
+
+    def _stop_one_by_one(self, ids: Collection[str]) -> None:
+        """Stop sessions by one blocking call for each, to know which of them the platform does not stop."""
+        errors = []
+        for session_id in ids:
+            try:
+                self._stop_now([session_id])
+            except Exception as error:  # the other sessions are stopped nevertheless
+                errors.append(error)
+        if errors:
+            raise next(filter(may_pass, errors), errors[-1])
 
     def _time_to_stop(self, ids: Collection[str]) -> float:
         """Return the time limit of one call that stops these sessions, in seconds."""
@@ -382,7 +429,11 @@ class WorkersAPI:
         for pause in [*pauses, None]:
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
             limit = max(deadline - time.monotonic(), self._calls.limit / 4)
-            errors = self._stop_live(limit if hangs else self._time_to_stop(self.live) / 2, one_by_one=hangs)
+            is_last = pause is None or not any(may_pass(error) for error in errors)
+            denied = is_last and any(isinstance(error, NotAllStopped) for error in errors)
+            errors = self._stop_live(
+                limit if hangs else self._time_to_stop(self.live) / 2, one_by_one=hangs or denied
+            )
             late = hangs and time.monotonic() > deadline
             if pause is None or late or not any(may_pass(error) for error in errors):
                 break

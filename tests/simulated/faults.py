@@ -101,6 +101,8 @@ class PlannedFaults:
         self._fates: deque[tuple[str, str]] = deque()
         #: Sessions whose stop hangs while they are in it.
         self.never_stops: set[str] = set()
+        #: Sessions that are not stopped while they are in it: the HTTP status with which that is answered.
+        self.denied: dict[str, int] = {}
 
     def plan(self, function: str, *mishaps: Mishap) -> None:
         """Let the next calls of a function go wrong, one mishap in each."""
@@ -153,6 +155,7 @@ class PlannedFaults:
         for planned in (*self._planned.values(), self._refusals, self._stop_codes, self._fates):
             planned.clear()
         self.never_stops.clear()
+        self.denied.clear()
 
     @contextmanager
     def held(self, function: str) -> Iterator[Callable[[], None]]:

@@ -382,6 +382,8 @@ class SimulatedPlatform(PlannedFaults):
             code = 204 if session else 404
             if self._stop_codes:
                 code = self._stop_codes.popleft()
+            elif session_id in self.denied:
+                code = self.denied[session_id]
             elif session and self.luck:
                 code = self.luck.stop_code(session_id)
             if session is None or code >= 400 or session.stop_requested or not session.live:
