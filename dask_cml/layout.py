@@ -28,8 +28,15 @@ ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
 GPUS = "DASK_CML_GPUS"
 #: The environment variable with the modules that nannies preload, which Dask reads.
 NANNY_PRELOAD = "DASK_DISTRIBUTED__NANNY__PRELOAD"
+#: The environment variable with the names of clients in a session of a cluster, which Dask reads.
+CLIENT_NAME = "DASK_CLIENT_NAME"
 
 _NUMBERED_FILE = re.compile(r"(board|scheduler)-([0-9]{1,9})\.json", re.ASCII)
+
+
+def inside_name(record: str) -> str:
+    """Return the name of clients in the sessions of a cluster, by the id of its record."""
+    return f"cml-{record}"
 
 
 def board_file(number: int) -> str:

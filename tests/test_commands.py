@@ -17,7 +17,14 @@ import dask.config
 import pytest
 from distributed.security import Security
 
-from dask_cml.layout import ALLOCATION_LIMIT, SESSIONS_FOLDER, STARTED_FOLDER, scheduler_file
+from dask_cml.layout import (
+    ALLOCATION_LIMIT,
+    CLIENT_NAME,
+    SESSIONS_FOLDER,
+    STARTED_FOLDER,
+    inside_name,
+    scheduler_file,
+)
 from dask_cml.options import Options
 from dask_cml.sessions.entry import Launch, file_name, parse
 from dask_cml.sessions.plan import PRELOAD, WITHOUT_PLUGIN, Place, plan_scheduler, plan_worker
@@ -399,6 +406,14 @@ def test_the_users_environment_goes_over_our_own(tmp_path):
     assert plan.env["PYTHONUNBUFFERED"] == "1"
     mine = {"PYTHONUNBUFFERED": "", ALLOCATION_LIMIT: "0"}
     assert plan_worker(read(env=mine), Place(tmp_path), "mine-0", None).env == {**plan.env, **mine}
+
+
+def test_dask_names_clients_in_a_session_by_the_sessions_cluster(tmp_path):
+    place = recorded(tmp_path)
+    for plan in plan_worker(read(), place, "mine-0", None), plan_scheduler(read(), place, "0.0.0.0", 8786):
+        configuration = dask.config.collect_env(plan.env)
+        assert dask.config.get("client-name", config=configuration) == inside_name(place.record)
+    assert CLIENT_NAME not in plan_worker(read(), Place(tmp_path), "mine-0", None).env
 
 
 @pytest.mark.parametrize("plan_session", [

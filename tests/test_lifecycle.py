@@ -23,7 +23,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.discovery import discover
-from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
+from dask_cml.layout import CLIENT_NAME, RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
@@ -404,6 +404,61 @@ async def test_a_client_keeps_an_orphan_until_it_leaves(it):
         await asyncio.sleep(60.0)
         assert await client.submit(sum, [1, 2], pure=False) == 3
     await eventually(lambda: not it.platform.running)
+
+
+@simulated
+async def test_a_task_that_scales_its_own_cluster_does_not_keep_it(it):
+    opened = []
+
+    async def scale():
+        cluster = await rebuild("made")
+        await cluster.scale(1)
+        opened.append(cluster)
+
+    await create_and_kill(it, **MADE, orphan_timeout="60s")
+    session = it.platform.running["made-0"]
+    it.sessions.processes[session].start(scale())
+    await eventually(lambda: opened)
+    await asyncio.sleep(30.0)
+    assert store.read("made").scheduler.groups["default"]["target"] == 1  # for a keeper that comes
+    assert len(it.platform.running) == 3
+    await eventually(lambda: not it.platform.running)
+
+
+@simulated
+async def test_a_task_scales_its_cluster_through_the_keeper(it):
+    async def scale():
+        await (await rebuild("made")).scale(1)
+
+    async with simulate(**MADE) as cluster:
+        await eventually(lambda: arrived(cluster) == 2)
+        it.sessions.processes[it.platform.running["made-0"]].start(scale())
+        await eventually(lambda: len(it.platform.running) == 2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@simulated
+async def test_a_client_in_a_session_of_the_cluster_does_not_keep_it(it, own):
+    """A client in a session of another cluster does."""
+    opened = []
+
+    async def open_client(name):
+        with dask.config.set({"client-name": name}):  # as Dask reads it from the environment
+            client = Client("cml://made", asynchronous=True)
+        opened.append(await client)
+
+    async with simulate(name="other", n_workers=1):
+        await create_and_kill(it, **MADE, orphan_timeout="60s")
+        process = it.sessions.processes[it.platform.running["made-0" if own else "other-0"]]
+        process.start(open_client(process.env[CLIENT_NAME]))
+        await eventually(lambda: opened)
+        if own:
+            await eventually(lambda: "made-0" not in it.platform.running)
+        else:
+            await asyncio.sleep(120.0)
+            assert await opened[0].submit(sum, [1, 2]) == 3
+            await opened[0].close()
+            await eventually(lambda: "made-0" not in it.platform.running)
 
 
 @simulated

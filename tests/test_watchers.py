@@ -31,7 +31,7 @@ class World:
     def __init__(self):
         self.now = 1000.0
         self.clients = {}
-        self.watchers = Watchers(self.clients, timeout=5.0)
+        self.watchers = Watchers(self.clients, timeout=5.0, inside="cml-0123")
         self.comms = {}
         self.silent = set()
 
@@ -144,6 +144,18 @@ def test_a_client_whose_network_is_silent_is_disconnected_after_a_minute(world):
 def test_a_client_of_dask_itself_does_not_keep_an_orphan(world, name):
     world.client(name)
     assert world.after(60) == 5
+
+
+@pytest.mark.parametrize("name", ["Client-cml-0123-1234", "MyClient-cml-0123-1234"])
+def test_a_client_in_the_clusters_own_session_does_not_keep_an_orphan(world, name):
+    world.client(name)
+    assert world.after(60) == 5
+
+
+@pytest.mark.parametrize("name", ["Client-cml-01234-1234", "Client-cml-9999-1234", "Client-mine-1234"])
+def test_a_client_elsewhere_keeps_an_orphan(world, name):
+    world.client(name)
+    assert world.after(60) is None
 
 
 def test_a_client_stays_connected_if_the_clock_is_set(world):

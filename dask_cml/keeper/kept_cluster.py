@@ -189,7 +189,12 @@ class KeptCluster(SpecCluster):
     @property
     def may_keep(self) -> bool:
         """Whether this process may keep the cluster. A process that only shows it may after a change."""
-        return self.takes_lease or self._remote.has_written
+        return (self.takes_lease or self._remote.has_written) and not self.is_inside
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this process runs in a session of the cluster. It is no user, and never the keeper."""
+        return self.record is not None and here.is_inside(self.record.id)
 
     @property
     def is_forks_copy(self) -> bool:
@@ -413,6 +418,7 @@ class KeptCluster(SpecCluster):
     def _enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
         self.record = record
+        self._remote.counts = self.takes_lease and not self.is_inside
         number, security = record.scheduler.number, record.get_security()
         self._set_place(replace(self.place, number=number, record=record.id, security=security))
         scheduler = self.scheduler = CMLScheduler(self._api, self.options, self.place)

@@ -25,7 +25,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.handshake import limit_handshakes
-from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER
+from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.scheduler import dashboard
 from dask_cml.scheduler.activity import Activity, Work
@@ -104,7 +104,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._board = Board(begin["groups"], begin.get("keeper"))
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
         self._keeper_until = time.monotonic() + timing.first_lease
-        self._watchers = Watchers(scheduler.clients, begin.get("patience"))
+        self._watchers = Watchers(scheduler.clients, begin.get("patience"), inside_name(self._record))
         self._orphan_timeout = begin.get("orphan_timeout")
         self._restarts = int(begin.get("restarts", 0))
         self._activity = validate(begin.get("activity", {}), Activity, "activity")

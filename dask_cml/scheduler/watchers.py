@@ -42,11 +42,15 @@ class Watchers:
         The scheduler's clients, which may change.
     timeout : float or None
         Time without a watcher and a client after which a cluster is an orphan, in seconds. None: never.
+    inside : str
+        The name of clients in the cluster's own sessions. They are no users: what a task opens would keep
+        the cluster for ever.
     """
 
-    def __init__(self, clients: Mapping[str, ClientState], timeout: float | None) -> None:
+    def __init__(self, clients: Mapping[str, ClientState], timeout: float | None, inside: str) -> None:
         self.timeout = timeout
         self._scheduler_clients = clients
+        self._inside = f"-{inside}-"
         self._watchers: dict[str, _Watcher] = {}
         #: When a client's last message was first seen, by the client's name and the time of that message.
         self._clients: dict[tuple[str, float], float] = {}
@@ -88,7 +92,7 @@ class Watchers:
         before = {} if is_late else self._clients
         self._clients = {}
         for name, client in self._scheduler_clients.items():
-            if not name.startswith(_NO_USERS):
+            if not name.startswith(_NO_USERS) and self._inside not in name:
                 # Not the age of last_seen, which would be wrong after the clock is set.
                 message = name, client.last_seen
                 self._clients[message] = before.get(message, now)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from dask_cml.errors import NotOnCML
+from dask_cml.layout import CLIENT_NAME, inside_name
 from dask_cml.words import format_duration
 
 #: A project variable for Spark, by which the platform holds a session back until several can start,
@@ -42,6 +43,11 @@ def served_hosts() -> dict[str, str]:
 def this_session() -> str | None:
     """Return the id of the session in which this process runs. Return None outside of sessions."""
     return os.environ.get("CDSW_ENGINE_ID") or None
+
+
+def is_inside(record: str) -> bool:
+    """Return whether this process runs in a session of the cluster whose record has this id."""
+    return os.environ.get(CLIENT_NAME) == inside_name(record)
 
 
 def this_user() -> str | None:

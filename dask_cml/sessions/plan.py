@@ -18,6 +18,7 @@ from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
 from dask_cml.layout import (
     ALLOCATION_LIMIT,
+    CLIENT_NAME,
     DASHBOARD_PORT,
     FOLDER,
     GPUS,
@@ -25,6 +26,7 @@ from dask_cml.layout import (
     NANNY_PRELOAD,
     NUMBER,
     SCHEDULER,
+    inside_name,
     scheduler_file,
 )
 from dask_cml.options import Options, SessionSize, exact, setting
@@ -279,4 +281,6 @@ def _plan(
     if os.environ.get(GANG):
         own[NO_GANG] = "true"
     env = {**own, **env}
+    if place.record is not None:
+        env[CLIENT_NAME] = inside_name(place.record)
     return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env})
