@@ -40,6 +40,8 @@ class Timing:
         Time in which most workers move their data to others, and after which the user is told of the wait.
     stop : float
         Time in which the platform usually stops sessions. Until then nothing is launched, to free quota.
+    launch : float
+        Time in which the platform usually launches sessions. Until then the keeper does nothing else.
     strays : float
         Time between two looks for sessions of the cluster that its keeper does not know.
     stray : float
@@ -73,6 +75,7 @@ class Timing:
     usual_retirement: float = 2.0
     long_retirement: float = 10.0
     stop: float = 5.0
+    launch: float = 2.0
     strays: float = 15.0
     stray: float = 20.0
     succession: float = 30.0

@@ -64,6 +64,16 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched(backoff, lines):
     assert lines[-1] == f"Cluster mine launches {backoff.words}. To try again, call cluster.scale(n)"
 
 
+def test_launches_that_began_together_and_fail_one_by_one_count_once(backoff, lines, clock):
+    began = clock.now
+    for _ in range(9):
+        clock.now += 1
+        backoff.failed("it ended", 1, began)
+    assert (len(lines), backoff.pause, backoff.gave_up) == (9, 0, False)
+    backoff.failed("it ended", 1, clock.now)
+    assert backoff.pause == 2
+
+
 def test_a_refusal_is_reported_once_and_retried_later(backoff, lines, clock):
     assert backoff.affordable(9, 3, []) == 9
     for _ in range(2):

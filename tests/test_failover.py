@@ -455,6 +455,33 @@ async def lose_and_recover(it, cluster):
 
 
 @simulated
+async def test_a_launch_of_a_worker_that_hangs_delays_no_other_scheduler(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: stands(it, cluster, 1))
+        it.platform.plan("launch_workers", Mishap(), Mishap(before=60.0))
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: "connected to another scheduler" in log_of(cluster), seconds=25.0)
+        cluster.scale(2)
+        await eventually(lambda: arrived(cluster) == 1, seconds=15.0)
+        await eventually(lambda: stands(it, cluster, 2))
+
+
+@simulated
+async def test_another_scheduler_ends_the_launches_of_workers_of_the_last_one(it):
+    async with simulate(name="lab") as cluster:
+        it.platform.plan("launch_workers", Mishap(before=60.0))
+        cluster.scale(1)
+        await eventually(lambda: it.platform.count("launch_workers") == 2)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: stands(it, cluster, 1), seconds=25.0)
+        launched = it.platform.count("launch_workers")
+        await eventually(lambda: not it.platform.under_way)
+        await asyncio.sleep(30.0)
+        assert it.platform.count("launch_workers") == launched
+        assert stands(it, cluster, 1)
+
+
+@simulated
 async def test_the_line_about_a_lost_scheduler_contains_the_platforms_reason(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)

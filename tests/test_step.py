@@ -16,6 +16,7 @@ from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
+from dask_cml.sessions.process import CMLWorker
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -114,6 +115,64 @@ async def test_a_stop_that_hangs_delays_no_launch(it):
             cluster.scale(3)
             await eventually(lambda: arrived(cluster) == 3)
         await eventually(lambda: has(cluster, 3))
+
+
+@simulated
+async def test_a_launch_that_hangs_delays_no_stop(it):
+    async with simulate(n_workers=2) as cluster:
+        await eventually(lambda: has(cluster, 2))
+        with it.platform.hangs("launch_workers", times=1000):
+            cluster.scale(40)  # more than are launched at once
+            await eventually(lambda: it.platform.count("launch_workers") > 15)
+            cluster.scale(0)
+            await eventually(lambda: len(it.platform.running) == 1, seconds=20.0)
+            assert it.platform.under_way
+        await eventually(lambda: has(cluster, 0) and len(it.platform.live) == 1)
+
+
+@simulated
+async def test_a_launch_that_hangs_delays_no_other_launch_and_no_look_for_losses(it):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: has(cluster, 1))
+        with it.platform.hangs("launch_workers"):
+            cluster.scale(2)
+            await eventually(lambda: it.platform.count("launch_workers") == 3)
+            it.platform.evict(it.platform.running["mine-0"])
+            await eventually(lambda: "Worker mine-0 lost" in log_of(cluster), seconds=20.0)
+            cluster.scale(3)
+            await eventually(lambda: arrived(cluster) == 2, seconds=20.0)
+        await eventually(lambda: has(cluster, 3))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@simulated
+async def test_a_worker_that_nobody_wants_when_its_launch_is_answered_is_stopped(it, after):
+    async with simulate() as cluster:
+        with it.platform.hangs("launch_workers", after=after):
+            cluster.scale(1)
+            await eventually(lambda: it.platform.count("launch_workers") == 2)
+            cluster.scale(0)
+            await asyncio.sleep(10.0)
+        await eventually(lambda: len(it.platform.all) > 1)
+        await eventually(lambda: has(cluster, 0) and len(it.platform.live) == 1)
+
+
+class SlowWorker(CMLWorker):
+    """Needs some time after its launch."""
+
+    async def start(self):
+        await super().start()
+        await asyncio.sleep(10.0)
+
+
+@simulated
+async def test_a_session_that_was_launched_and_has_no_worker_yet_is_not_stopped(it):
+    async with simulate() as cluster:
+        cluster.new_spec["cls"] = SlowWorker
+        cluster.scale(1)
+        await eventually(lambda: has(cluster, 1))
+        assert len(it.platform.all) == 2
+        assert it.platform.count("stop_workers") == 0
 
 
 @simulated

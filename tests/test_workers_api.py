@@ -864,6 +864,21 @@ async def test_a_call_that_hangs_is_abandoned_and_retried(stub, impatient, left,
     await eventually(lambda: left() == {*impatient.live})
 
 
+async def test_launches_that_hang_delay_no_stop_and_no_list(stub, left, monkeypatch):
+    monkeypatch.setattr(calls, "_MOST_HANGING", 1)
+    with dask.config.set({"cml.api.threads": 1}):
+        api = WorkersAPI(stub)
+    session_ids = await launch(api)
+    with stub.held("launch_workers"):
+        launching = asyncio.create_task(launch(api))
+        await eventually(lambda: stub.under_way)
+        assert session_ids[0] in await asyncio.wait_for(api.sessions(), 20)
+        await asyncio.wait_for(api.stop(*session_ids), 20)
+        assert not launching.done()
+    await launching
+    await api.close()
+
+
 async def test_a_call_that_hangs_for_ever_raises_an_error(stub, hasty):
     words = r"did not list sessions in 4 tries, .*: no answer within 0.2 s"
     with stub.hangs("list_workers", times=100), pytest.raises(CallFailed, match=words):
@@ -1047,10 +1062,10 @@ async def test_no_more_calls_are_under_way_than_threads_are_allowed(stub):
     with dask.config.set({"cml.api.threads": 3}):
         api = WorkersAPI(stub)
     with stub.held("launch_workers"):
-        tasks = [asyncio.create_task(launch(api, 12)), asyncio.create_task(api.sessions())]
+        launching = asyncio.create_task(launch(api, 12))
         await eventually(lambda: stub.under_way == 3)
         await asyncio.sleep(0.05)
-    await asyncio.gather(*tasks)
+    await launching
     assert stub.most_at_once == 3
     await api.close()
 

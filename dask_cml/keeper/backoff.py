@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -49,6 +50,8 @@ class Backoff:
         self._quota_pause = quota_pause
         self._failures, self._pauses, self._not_before = 0, 0, 0.0
         self._arrived: float | None = None
+        #: When launches failed last.
+        self._failed_at = -math.inf
         #: How many sessions the platform launched when it refused one last, and when.
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
@@ -68,7 +71,7 @@ class Backoff:
     @property
     def pause(self) -> float:
         """Seconds until the next launch. Infinite after too many failures."""
-        return float("inf") if self.gave_up else max(0.0, self._not_before - time.monotonic())
+        return math.inf if self.gave_up else max(0.0, self._not_before - time.monotonic())
 
     def arrived(self, now: float) -> None:
         """Record that a worker connected."""
@@ -99,9 +102,15 @@ class Backoff:
         if counts:
             self._log_giving_up()
 
-    def failed(self, reason: str, n: int) -> None:
-        """Record that `n` launches failed together, which counts as one failure."""
+    def failed(self, reason: str, n: int, began: float = math.inf) -> None:
+        """Record that `n` launches failed together, which counts as one failure.
+
+        Launches that `began` before others failed do not count again.
+        """
         self._log(f"Worker failed: {reason}{_and_more(n)}")
+        if began < self._failed_at:
+            return
+        self._failed_at = time.monotonic()
         self._fail(reason, n)
         self._log_giving_up()
 

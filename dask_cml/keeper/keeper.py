@@ -113,6 +113,8 @@ class Keeper:
         self._failure_limit: int = setting("failure-limit")
         self._quota_pause: float = setting("quota-retry")
         self._watch_interval: float = setting("api.watch-interval")
+        #: The tasks that launch workers, by the workers' names, and those that stop sessions.
+        self._launches: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[asyncio.Task[None], set[str]] = {}
         self._listed = -math.inf
         self._strays: dict[str, float] = {}
@@ -294,6 +296,8 @@ class Keeper:
             has_started = True
         finally:
             await cancel(following, showing, asking)
+            if not has_started:
+                await self.stop_launching()
             if shown is not None:
                 await shown.end(has_started)
         if shortage is not None:
@@ -327,12 +331,12 @@ class Keeper:
 
     def _make(self, name: str, spec: Mapping[str, Any]) -> Any:
         """Return a worker of a spec that is not launched yet. A subclass may use any class."""
+        self._groups.given([name])
         address = None if self._cluster.scheduler is None else self._cluster.scheduler.address
         return _class_of(spec)(address, **{"name": name, **spec.get("options", {})})
 
     async def _attach(self, name: str, worker: Any) -> None:
         """Enter a launched worker into the cluster."""
-        self._groups.given([name])
         self._cluster.workers[name] = worker
         self._cluster._created.add(worker)
         worker._cluster = ref(self._cluster)  # as SpecCluster does
@@ -438,8 +442,9 @@ class Keeper:
         done = [worker for worker in unwanted if worker.retired or worker.name not in held]
         done_ids = {str(worker.session_id) for worker in done}
         # Also sessions without a worker, such as the engine of a refused launch that was not stopped before.
+        # A session that was just launched has no worker yet.
         used = {str(process.session_id) for process in self.processes}
-        unused = {*self._api.live} - used
+        unused = {session for session, name in [*self._api.live.items()] if name not in self._launches} - used
         await self._stop(unused | (done_ids & {*self._api.live}))
         await self._journal.write(self.processes)
         for worker in [worker for worker in done if worker.session_id not in self._api.live]:
@@ -484,22 +489,45 @@ class Keeper:
             self.woken.set()
 
     async def _launch_missing(self, may_launch: Callable[[], bool]) -> None:
-        """Launch the wanted workers that have no session, unless their group pauses after failures."""
-        cluster = self._cluster
-        names = [name for name in self._groups.workers() if name not in cluster.workers]
+        """Launch the wanted workers that have no session, unless their group pauses after failures.
+
+        A task launches them, so that a call that hangs blocks nothing else. Wait some seconds for it.
+        """
+        known = self._cluster.workers.keys() | self._launches.keys()
+        names = [name for name in self._groups.workers() if name not in known]
         ready = [name for name in names if not self.backoff(self._groups.group_of(name)).pause]
         if not ready:
             return
-        groups = {name: self._groups.group_of(name) for name in ready}
+        task = asyncio.create_task(self._launch_together(ready, may_launch))
+        self._launches |= dict.fromkeys(ready, task)
+        task.add_done_callback(self._launched)
+        await asyncio.wait([task], timeout=timing.launch)
+        if not task.done():
+            task.add_done_callback(lambda _: self.woken.set())
+
+    def _launched(self, task: asyncio.Task[None]) -> None:
+        self._launches = {name: other for name, other in self._launches.items() if other is not task}
+        if not task.cancelled() and (error := task.exception()) is not None:  # the next step tries again
+            logger.warning("Workers of cluster %s not launched yet: %r", self._name, error)
+
+    async def _launch_together(self, names: Sequence[str], may_launch: Callable[[], bool]) -> None:
+        """Launch workers, and count all their failures as one."""
+        began = time.monotonic()
+        groups = {name: self._groups.group_of(name) for name in names}
         backoffs = {group: self.backoff(group) for group in {*groups.values()}}
-        left, why = await asyncio.to_thread(left_for_user, self._record, len(self.processes))
-        errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in ready[left:]}
-        errors |= await self._launch_some(ready[:left], groups, may_launch)
+        used = len(self.processes) + len(self._launches) - len(names)
+        left, why = await asyncio.to_thread(left_for_user, self._record, used)
+        errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[left:]}
+        errors |= await self._launch_some(names[:left], groups, may_launch)
         for group, backoff in backoffs.items():
             if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
-                in_group = [name for name in ready if groups[name] == group]
+                in_group = [name for name in names if groups[name] == group]
                 of_group = {name: errors[name] for name in in_group if name in errors}
-                self._count_launches(group, in_group, of_group)
+                self._count_launches(group, in_group, of_group, began)
+
+    async def stop_launching(self) -> None:
+        """Wait for no launch any more. A session that is launched nevertheless stays in ``live``."""
+        await cancel(*{*self._launches.values()})
 
     async def _launch_some(
         self, names: Sequence[str], groups: Mapping[str, str], may_launch: Callable[[], bool]
@@ -531,13 +559,16 @@ class Keeper:
                     logger.exception("Session %s not launched", name)
                     errors[name] = CMLError(f"{name} not launched: {error!r}")
                 else:
-                    await self._attach(name, worker)
-                    self._log_event("launched", name)
+                    if name not in self._cluster.workers:  # else its session was found meanwhile
+                        await self._attach(name, worker)
+                        self._log_event("launched", name)
 
         await gather_or_cancel(*[launch() for _ in range(self._api.threads)])
         return errors
 
-    def _count_launches(self, group: str, names: Sequence[str], errors: Mapping[str, CMLError]) -> None:
+    def _count_launches(
+        self, group: str, names: Sequence[str], errors: Mapping[str, CMLError], began: float
+    ) -> None:
         """Let failed or refused launches of a group delay its next launches."""
         backoff, failures = self.backoff(group), [*errors.values()]
         refusal = next((error for error in failures if isinstance(error, LaunchRefused)), None)
@@ -547,7 +578,7 @@ class Keeper:
             self._groups.drop(name for name in names if name not in self._cluster.workers)
             backoff.refused(len(self._groups.workers(group)), requested, refusal.reason)
         elif failures and not isinstance(failures[0], CallFailed):
-            backoff.failed(str(failures[0]), len(failures))
+            backoff.failed(str(failures[0]), len(failures), began)
         elif not failures:
             backoff.granted(len(self.wanted(group)))
 
@@ -863,6 +894,7 @@ class Keeper:
         writes : bool
             Whether to write the record for the last time.
         """
+        await self.stop_launching()
         await self._retirements.close()
         await cancel(*self._stops, self._demand)
         if writes:

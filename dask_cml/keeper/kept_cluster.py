@@ -642,9 +642,11 @@ class KeptCluster(SpecCluster):
                 await self._role.step()
 
     async def _stop_keeping(self) -> None:
-        """Cancel the checks and the steps of this process."""
+        """Cancel the checks, the steps and the launches of this process."""
         self._correct_state_waiting = None  # a step that is cancelled before it begins does not do it
         await cancel(self._keeping, *self._steps)
+        if self.keeper is not None:
+            await self.keeper.stop_launching()
 
     # -- adaptive scaling and worker groups
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -24,8 +25,8 @@ T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 
-#: Maximum number of hanging calls, in addition to those that are made at once. At this number, new calls fail
-#: until one returns.
+#: Maximum number of hanging calls with one verb, in addition to those that are made at once. At this number,
+#: new calls with this verb fail until one returns.
 _MOST_HANGING = 64
 
 
@@ -38,7 +39,7 @@ class Calls:
     Parameters
     ----------
     at_once : int
-        Maximum number of concurrent calls of :meth:`do`. Abandoned calls do not count.
+        Maximum number of concurrent calls of :meth:`do` with one verb. Abandoned calls do not count.
     limit : float
         Time limit of one call, in seconds.
     retries : int
@@ -57,7 +58,8 @@ class Calls:
         self.key_refused = False
         #: The verbs of the calls of :meth:`do` that have not returned, including abandoned calls.
         self._under_way: dict[Future[Any], str] = {}
-        self._slots = asyncio.Semaphore(at_once)
+        #: By verbs, so that launches that hang delay no stop.
+        self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(at_once))
         self._modules = frozenset(modules)
 
     async def do(
@@ -114,9 +116,10 @@ class Calls:
         return [step * random.uniform(0.8, 1.2) for step in steps]
 
     async def _run(self, verb: str, function: Callable[[], Any], limit: float) -> Any:
-        async with self._slots:
-            if len(self._under_way) >= self.at_once - 1 + _MOST_HANGING:
-                raise NoAnswer(f"{len(self._under_way)} earlier calls have not returned")
+        async with self._slots[verb]:
+            n_under_way = [*self._under_way.copy().values()].count(verb)
+            if n_under_way >= self.at_once - 1 + _MOST_HANGING:
+                raise NoAnswer(f"{n_under_way} earlier calls have not returned")
             future = start(function)
             self._under_way[future] = verb
             future.add_done_callback(self._under_way.pop)

@@ -74,10 +74,10 @@ class _Launch:
 class WorkersAPI:
     """Launch, list and stop sessions without blocking the event loop.
 
-    Calls run in threads, at most :attr:`threads` at once, with a time limit of ``cml.api.timeout`` seconds. A
-    call that takes longer is abandoned in its thread and repeated in another. If an abandoned call still
-    launches a session, the launch uses that session or stops it. A session whose id was in no answer enters
-    itself into the cluster's record when it runs, see :mod:`dask_cml.wrapper`.
+    Calls run in threads, at most :attr:`threads` of one function at once, with a time limit of
+    ``cml.api.timeout`` seconds. A call that takes longer is abandoned in its thread and repeated in another.
+    If an abandoned call still launches a session, the launch uses that session or stops it. A session whose
+    id was in no answer enters itself into the cluster's record when it runs, see :mod:`dask_cml.wrapper`.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class WorkersAPI:
     launched : set of str
         The ids of all sessions that were launched or adopted here.
     threads : int
-        Maximum number of concurrent calls.
+        Maximum number of concurrent calls of one function.
 
     Raises
     ------
