@@ -7,6 +7,7 @@ another Python than that of dask-cml, and its memory is the session's.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import runpy
@@ -27,7 +28,10 @@ _KEPT_OF_LOG = 50 * 2**20
 _OMITTED = re.compile(rb"\n\[([0-9]{1,18}) bytes omitted: .*\]\n")
 #: Bytes that are copied at once.
 _PART = 2**18
-_POLL_INTERVAL = 0.2
+#: Seconds between two looks for a scheduler's file, and at its content.
+_POLL_INTERVAL, _STATE_INTERVAL = 0.2, 15.0
+#: Maximum number of bytes of a file with JSON.
+_MOST_JSON = 2**20
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
 #: reads of the memory. Another share by which the memory grows until the log says so again.
 _FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
@@ -130,8 +134,11 @@ def run(
     folder: str,
     name: str | None = None,
     entry: str | None = None,
+    record: str | None = None,
     scheduler_file: str | None = None,
+    next_board: str | None = None,
     timeout: float = 0.0,
+    answer_timeout: float = 0.0,
     dashboard_variable: str | None = None,
     passes_notice: bool = False,
     memory: int = 0,
@@ -153,10 +160,17 @@ def run(
         The file in ``started``, which the first session with this name creates. Other sessions end at once.
     entry : str, optional
         The file in ``sessions`` that describes this session, with ``{id}``, ``{owner}`` and ``{launched}``.
+    record : str, optional
+        The id of the cluster's record.
     scheduler_file : str, optional
-        The file in the folder for which the program waits. If the folder is removed first, it ends.
+        The file of the session's scheduler in the folder. If it says that the cluster has ended, the session
+        ends at once.
+    next_board : str, optional
+        The file in the folder that exists if another scheduler replaces the session's scheduler.
     timeout : float
-        Time to wait for that file, in seconds.
+        Time to wait for the scheduler's file, in seconds. 0: the program does not need the file.
+    answer_timeout : float
+        Time for the scheduler to answer the program if its file exists already, in seconds.
     dashboard_variable : str, optional
         The program serves the dashboard on the port that the platform forwards to, and finds the port in
         this environment variable.
@@ -173,11 +187,15 @@ def run(
     RuntimeError
         If the program fails.
     """
-    why = None if name is None else _start(folder, name, entry)
+    about = (folder, record, scheduler_file, next_board)
+    why = None if name is None else _start(folder, name, entry, *about[1:])
     if why is not None:
         print(f"{program} not started: {why}", flush=True)
         return
     command = [*command]
+    if timeout and scheduler_file in (_list(folder) or []):
+        # The session was queued while the scheduler started. The last one of several equal options counts.
+        command += ["--death-timeout", str(answer_timeout)]
     env = {**os.environ}
     if dashboard_variable is not None:
         # The platform forwards its https entry to this port of the session's loopback. It may differ from the
@@ -200,9 +218,9 @@ def run(
     except OSError as error:
         output.write(f"{error!r}\n".encode())
         raise
-    if scheduler_file is not None:
-        arguments = (process, folder, scheduler_file, time.monotonic() + timeout)
-        threading.Thread(target=_wait_for_file, args=arguments, daemon=True).start()
+    if timeout:
+        arguments = (process, time.monotonic() + timeout, *about)
+        threading.Thread(target=_wait_for_scheduler, args=arguments, daemon=True).start()
     _handle_sigterm(process, output, passes_notice, temporary, scratch)
     files = _memory_files(memory) if memory else None
     if files is not None:
@@ -248,9 +266,22 @@ def _end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _start(folder: str, name: str, entry: str | None) -> str | None:
-    """Take the session's name, and enter the session into the record. Return why it must not run."""
+def _start(
+    folder: str,
+    name: str,
+    entry: str | None,
+    record: str | None = None,
+    scheduler_file: str | None = None,
+    next_board: str | None = None,
+) -> str | None:
+    """Take the session's name, and enter the session into the record. Return why it must not run.
+
+    See :func:`run` for the parameters.
+    """
     session = os.environ.get("CDSW_ENGINE_ID", "")
+    why = _why_over(folder, record, scheduler_file, next_board)
+    if why is not None:
+        return why
     try:
         _create(os.path.join(folder, "started", name), session)
     except FileNotFoundError:
@@ -269,6 +300,43 @@ def _start(folder: str, name: str, entry: str | None) -> str | None:
         except OSError as error:
             print(f"Session not entered into the record: {error!r}", flush=True)
     return None
+
+
+def _why_over(
+    folder: str, record: str | None, scheduler_file: str | None, next_board: str | None
+) -> str | None:
+    """Return why the session is of no use any more, if that is certain: files may be unreadable for a while.
+
+    NFS may cache for long that a file does not exist. Listing the folder refreshes the cache.
+    """
+    names = _list(folder) or []
+    found = _read_json(os.path.join(folder, "record.json")).get("id")
+    if record is not None and found not in (None, record):
+        return "another cluster has the name of its cluster"
+    if next_board in names:
+        return "another scheduler replaces its scheduler"
+    if scheduler_file in names:
+        closed = _read_json(os.path.join(folder, scheduler_file)).get("closed")
+        if closed is not None:
+            return f"its cluster has ended: {closed}"
+    return None
+
+
+def _list(folder: str) -> list[str] | None:
+    """Return the names of the files in a folder. Return None if that is not possible now."""
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return None
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    """Return the content of a file of another process. It is empty if that is not possible now."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        with open(os.open(path, os.O_RDONLY | _SAFELY), "rb") as file:
+            content = json.loads(file.read(_MOST_JSON))
+        if isinstance(content, dict):
+            return content
+    return {}
 
 
 def _create(path: str, content: str = "") -> None:
@@ -371,26 +439,44 @@ def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
             time.sleep(_MEMORY_INTERVAL)
 
 
-def _wait_for_file(process: subprocess.Popen[bytes], folder: str, file: str, deadline: float) -> None:
-    """End the program if the file does not appear.
+def _wait_for_scheduler(
+    process: subprocess.Popen[bytes],
+    deadline: float,
+    folder: str,
+    record: str | None,
+    scheduler_file: str,
+    next_board: str | None,
+) -> None:
+    """End the program if its cluster ends, or the scheduler's file does not appear until a deadline.
 
     The scheduler's session may be queued. If the cluster closes meanwhile, its folder disappears, and no
-    scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the
-    cache.
+    scheduler starts. After the deadline, the program is connected to the scheduler, or has ended.
     """
-    has_existed = False
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if file in os.listdir(folder):
-                return
-            has_existed = True
-        except FileNotFoundError:
-            if has_existed:
-                break
-        except OSError:
-            pass
+    is_known = False
+    while True:
+        names = _list(folder)
+        if names is None:
+            is_over = is_known and _is_gone(folder)
+        elif scheduler_file in names:
+            break
+        else:
+            is_known, is_over = True, next_board in names
+        if is_over or time.monotonic() > deadline or process.poll() is not None:
+            _end(process)
+            return
         time.sleep(_POLL_INTERVAL)
-    _end(process)
+    while time.monotonic() < deadline and process.poll() is None:
+        if _why_over(folder, record, scheduler_file, next_board) is not None:
+            _end(process)
+            return
+        time.sleep(_STATE_INTERVAL)
+
+
+def _is_gone(folder: str) -> bool:
+    """Return whether a folder has certainly been removed."""
+    parent, name = os.path.split(folder)
+    names = _list(parent)
+    return names is not None and name not in names
 
 
 def code(title: str, arguments: Mapping[str, Any]) -> str:

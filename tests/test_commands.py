@@ -20,8 +20,10 @@ from distributed.security import Security
 from dask_cml.layout import (
     ALLOCATION_LIMIT,
     CLIENT_NAME,
+    RECORD_FILE,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
+    board_file,
     inside_name,
     scheduler_file,
 )
@@ -233,6 +235,52 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
     plan = plan_worker(options, Place(cluster), "mine-0", None)
     assert f"exit status -{INTERRUPTED}" in run(plan).stderr
     assert values(argv(plan), "--death-timeout") == ["900.1"]
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        (scheduler_file(0), '{"closed": "idle for 5 s"}', "its cluster has ended: idle for 5 s"),
+        (board_file(1), "{}", "another scheduler replaces its scheduler"),
+        (RECORD_FILE, '{"id": "fedcba9876543210"}', "another cluster has the name of its cluster"),
+    ],
+)
+@pytest.mark.parametrize("address", [None, "tcp://10.0.0.1:8786"])
+def test_a_session_whose_cluster_has_ended_exits_at_once(program, run, folder, file, content, why, address):
+    place = recorded(folder)
+    (folder / file).write_text(content)
+    plan = plan_worker(read(), place, "mine-0", address)
+    done = run(plan)
+    assert (done.returncode, done.stdout) == (0, f"dask worker not started: {why}\n")
+    assert not plan.log.exists()
+    assert [*(folder / STARTED_FOLDER).iterdir()] == [*(folder / SESSIONS_FOLDER).iterdir()] == []
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"closed": null, "id": null}', "[" * 100_000])
+def test_a_session_runs_if_files_do_not_prove_that_its_cluster_has_ended(program, run, folder, content):
+    place = recorded(folder)
+    for file in scheduler_file(0), RECORD_FILE:
+        (folder / file).write_text(content)
+    (folder / board_file(0)).touch()
+    plan = plan_worker(read(), place, "mine-0", None)
+    assert run(plan).returncode == 0
+    # The session was queued for long: its scheduler need not start any more.
+    assert values(arguments(plan), "--death-timeout")[-1] == str(read().scheduler_timeout)
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("file", "content"), [(scheduler_file(0), '{"closed": "idle for 5 s"}'), (board_file(1), "{}")]
+)
+def test_a_worker_that_waits_for_its_scheduler_ends_with_the_cluster(program, run, folder, file, content):
+    program(f"open({str(folder / file)!r}, 'w').write({content!r}); time.sleep(600)")
+    done = run(plan_worker(read(), recorded(folder), "mine-0", None))
+    assert f"exit status -{INTERRUPTED}" in done.stderr
 
 
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)

@@ -369,6 +369,25 @@ async def test_an_orphan_ends_itself_and_its_sessions(it):
     await eventually(lambda: not it.platform.running)
 
 
+@simulated
+async def test_workers_that_are_queued_when_an_orphan_ends_exit_as_soon_as_they_start(it):
+    async def create():
+        async with simulate(name="made", n_workers=2, orphan_timeout="2s") as cluster:
+            await eventually(lambda: cluster.waits())
+            created.set()
+            await asyncio.Event().wait()
+
+    it.platform.configure({"sessions": 2}, waits_for_room=True)
+    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
+    creator.start(create())
+    await created.wait()
+    creator.kill()
+    await eventually(lambda: not it.platform.running)
+    it.platform.configure()
+    await eventually(lambda: it.platform.live == [], 10.0)
+    assert await operations.prune() == ({"made": None}, {})
+
+
 @pytest.mark.parametrize(
     ("options", "patience"),
     [

@@ -26,6 +26,7 @@ from dask_cml.layout import (
     NANNY_PRELOAD,
     NUMBER,
     SCHEDULER,
+    board_file,
     inside_name,
     scheduler_file,
 )
@@ -175,7 +176,7 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
         patience += options.pending_timeout  # the program's timeout includes the time until the file exists
         file = scheduler_file(place.number)
         arguments += ["--scheduler-file", str(place.folder / file)]
-        session |= {"scheduler_file": file, "timeout": patience}
+        session |= {"timeout": patience, "answer_timeout": options.scheduler_timeout}
     else:
         arguments.append(address)
     share = int(options.worker_memory * 2**30) // options.processes
@@ -271,10 +272,12 @@ def _plan(
         if key == SCHEDULER and place.number:  # the platform may still list the scheduler before
             title += f"-{place.number}"
         session |= {"name": quote(started, safe=""), "entry": form(key, options.name, size)}
+        session |= {"record": place.record, "next_board": board_file(place.number + 1)}
     log = log_path(name, place.folder, options.log_directory)
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
+    session["scheduler_file"] = scheduler_file(place.number)
     session["command"] = command + arguments
     code = wrapper.code(f"{role} of the Dask cluster {options.name!r}", session)
     own = {"PYTHONUNBUFFERED": "1"}

@@ -184,7 +184,8 @@ class RunningSessions:
             await asyncio.Event().wait()  # the work of others
             return
         if "name" in arguments:
-            taking = (arguments["folder"], arguments["name"], arguments["entry"])
+            names = ("folder", "name", "entry", "record", "scheduler_file", "next_board")
+            taking = [arguments[name] for name in names]
             if await asyncio.to_thread(wrapper._start, *taking):
                 return
         command = arguments["command"]
