@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import random
 import statistics
 import time
 
 from .episode import Outcome
-from .play import play_quietly, prepare
+from .play import USUAL, play_quietly, prepare
+from .schedule import MORE
 
 #: Episodes after which the figures so far are printed.
 _OFTEN = 1000
@@ -22,14 +24,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=random.randrange(10**6), help="the first seed")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument("--story", action="store_true", help="print what happens in each episode")
+    parser.add_argument("--more", nargs="*", choices=[*MORE], default=USUAL, help="which further steps")
     arguments = parser.parse_args()
+    play = functools.partial(play_quietly, more=arguments.more)
     seeds = range(arguments.first, arguments.first + arguments.episodes)
     print(f"seeds {seeds.start} to {seeds.stop - 1}", flush=True)
     outcomes: list[Outcome] = []
     began = time.monotonic()
     # Some memory of each world stays, so processes are replaced.
     with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, maxtasksperchild=50) as pool:
-        for seed, outcome in pool.imap_unordered(play_quietly, seeds):
+        for seed, outcome in pool.imap_unordered(play, seeds):
             outcomes.append(outcome)
             if outcome.violations:
                 print(f"seed {seed}: {outcome.violations[0]}", flush=True)

@@ -65,7 +65,13 @@ class Actor:
 
     @property
     def runs(self) -> bool:
+        """Whether it runs, and is not paused."""
         return self.process.runs
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs, or goes on after a pause."""
+        return self.process.state in ("runs", "paused")
 
     @property
     def session(self) -> str:
@@ -122,6 +128,25 @@ class User(Actor):
     def delete_group(self, cluster: CMLCluster, name: str) -> None:
         self.start(self._later(cluster.delete_worker_group, name))
 
+    def renew_group(self, cluster: CMLCluster, name: str, n: int) -> None:
+        self.start(self._renew_group(cluster, name, n))
+
+    async def _renew_group(self, cluster: CMLCluster, name: str, n: int) -> None:
+        if name in cluster.worker_groups:
+            await cluster.delete_worker_group(name)
+        await cluster.add_worker_group(name, n_workers=n)
+
+    def add_by_hand(self, cluster: CMLCluster, memory: float | None) -> None:
+        """Add a worker to the spec, perhaps one of another size."""
+        self.process.call(self._add_by_hand, cluster, memory)
+        self.start(self._later(cluster._correct_state))
+
+    def _add_by_hand(self, cluster: CMLCluster, memory: float | None) -> None:
+        [(name, spec)] = cluster.new_worker_spec().items()
+        if memory is not None:
+            spec = {**spec, "options": {**spec["options"], "memory": memory}}
+        cluster.worker_spec.update({name: spec})
+
     def remove(self, cluster: CMLCluster, i: int) -> None:
         names = [*cluster.worker_spec]
         if names:
@@ -137,6 +162,8 @@ class Notebook(User):
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
         super().__init__(world, name, crash)
         self._cluster: CMLCluster | None = None
+        #: Whether its user has left or closed its cluster.
+        self.ended = False
         #: Whether it has seen a cluster run.
         self.started = False
         self.client: Client | None = None
@@ -152,21 +179,22 @@ class Notebook(User):
     @property
     def is_busy(self) -> bool:
         """Whether the cluster starts, runs, or closes."""
-        if not self.runs:
+        if not self.lives:
             return False
         if any(not task.done() for task in self.under_way):
             return True
         over = (Status.closed, Status.failed)
         return self._cluster is not None and self._cluster.status not in over
 
-    def create(self, **options: Any) -> None:
+    def create(self, cls: type[CMLCluster] = CMLCluster, **options: Any) -> None:
         """Make a cluster, or connect to it."""
-        self.start(self._make(lambda: CMLCluster(**OPTIONS, **options, **_QUIET)))
+        self.start(self._make(lambda: cls(**OPTIONS, **options, **_QUIET)))
 
     def connect(self) -> asyncio.Task[Any]:
         return self.start(self._make(lambda: CMLCluster.from_name(NAME, **_QUIET)))
 
     async def _make(self, make: Callable[[], CMLCluster]) -> None:
+        self.ended = self.started = False
         self._cluster = make()
         await self._cluster
         self.started = True
@@ -194,9 +222,11 @@ class Notebook(User):
             self.start(self._later(self.client.retire_workers, workers=chosen, close_workers=True))
 
     def leave(self, cluster: CMLCluster) -> asyncio.Task[Any]:
+        self.ended = True
         return self.start(self._end(cluster.leave))
 
     def close(self, cluster: CMLCluster) -> asyncio.Task[Any]:
+        self.ended = True
         return self.start(self._end(cluster.close))
 
     async def _end(self, end: Callable[[], Any]) -> None:
@@ -222,6 +252,29 @@ class Notebook(User):
 _QUIET = {"asynchronous": True, "quiet": True, "silence_logs": False}
 
 
+class NamedCluster(CMLCluster):
+    """A cluster whose class names the workers."""
+
+    def _new_worker_name(self, worker_number: int) -> str:
+        return f"{self.options.name}-w{worker_number}"
+
+
+async def connect_in_a_task(process: SimulatedProcess, kind: str) -> None:
+    """Connect to the cluster in one of its own sessions, as a task does that never closes anything."""
+    try:
+        if kind == "client":
+            client = await Client(f"cml://{NAME}", asynchronous=True, set_as_default=False)
+            process.on_end.append(lambda: setattr(client, "status", "closed"))
+            return
+        cluster = CMLCluster.from_name(NAME, **_QUIET)
+        await cluster
+        if kind == "cluster that scales":
+            await cluster.scale(1)
+    except EXPECTED:
+        return
+    await asyncio.Event().wait()
+
+
 def _work(seconds: float, number: int) -> int:
     time.sleep(seconds)
     return number
@@ -241,6 +294,9 @@ class Page(User):
             observed.cluster for observed in self.observers.observed.values() if observed.record.name == NAME
         ]
         return found[0] if found else None
+
+    def delete(self) -> asyncio.Task[Any]:
+        return self.start(self.observers.delete(NAME))
 
     def close(self) -> asyncio.Task[Any]:
         return self.start(self.observers.close())

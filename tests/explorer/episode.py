@@ -22,7 +22,7 @@ from dask_cml.records import store
 from dask_cml.records.record import Record
 from dask_cml.scheduler.plugin import NAME as NAME_OF_PLUGIN
 
-from .actors import Actor, Command, Notebook, Page, User
+from .actors import Actor, Command, NamedCluster, Notebook, Page, User, connect_in_a_task
 from .log import CapturedLog
 from .schedule import NAME, WEATHERS, Schedule
 
@@ -75,6 +75,10 @@ class Episode:
         self.ends: list[str] = []
         #: Whether no file could be opened for a while.
         self.was_stale = False
+        #: The schedulers that somebody has stopped although they ran and nobody wanted their end.
+        self.stopped_schedulers: list[str] = []
+        self._stopped = world.sessions.stopped
+        world.sessions.stopped = self._note_stop  # type: ignore[method-assign]
 
     async def play(self) -> Outcome:
         """Play it all."""
@@ -113,7 +117,7 @@ class Episode:
     def actor(self, name: str) -> Any:
         """Return an actor. A process that is dead is followed by another one."""
         known = self.actors.get(name)
-        if known is not None and known.runs:
+        if known is not None and known.lives:
             return known
         crash = self.schedule.crashes.get(name) if known is None else None
         kind = Page if name == "page" else Command if name.startswith("command") else Notebook
@@ -123,6 +127,9 @@ class Episode:
     def do(self, who: str, what: str, arguments: tuple[Any, ...]) -> None:
         """Do a step, unless there is nobody to do it."""
         name = what.replace(" ", "_")
+        known = self.actors.get(who)
+        if known is not None and known.lives and not known.runs:
+            return  # its user waits
         if who == "world":
             getattr(self, f"_{name}")(*arguments)
         elif who.startswith("command"):
@@ -130,7 +137,8 @@ class Episode:
                 self.ends.append("deleted")
             self.actor(who).begin(what.removeprefix("run "), *arguments)
         elif what == "create":
-            self.actor(who).create(**self.schedule.options)
+            cls = NamedCluster if self.schedule.names_workers else CMLCluster
+            self.actor(who).create(cls, **self.schedule.options)
         elif what == "reopen":
             if self.idle(who):
                 self.actor(who).create(**self.schedule.options, create_mode="create-or-connect")
@@ -139,6 +147,10 @@ class Episode:
                 self.actor(who).connect()
         elif what == "open page":
             self.actor(who)
+        elif what == "delete in page":
+            if (page := self.actors.get(who)) is not None and page.runs and self.record() is not None:
+                self.ends.append("deleted in the web UI")
+                page.delete()
         elif what == "close page":
             if (page := self.actors.get(who)) is not None and page.runs:
                 page.close()
@@ -153,7 +165,7 @@ class Episode:
     def idle(self, who: str) -> bool:
         """Whether somebody has no cluster."""
         actor = self.actors.get(who)
-        if actor is None or not actor.runs:
+        if actor is None or not actor.lives:
             return True
         return isinstance(actor, Notebook) and (
             actor.cluster is not None and actor.cluster.status in (Status.closed, Status.failed)
@@ -215,6 +227,27 @@ class Episode:
             if session.id in self.world.sessions.processes:
                 self.world.sessions.freeze(session.id)
 
+    def _pause(self, who: str, seconds: float, threads: bool) -> None:
+        if who in self.actors:
+            self.actors[who].process.pause(seconds, threads)
+
+    def _pause_scheduler(self, seconds: float) -> None:
+        """Let something keep the scheduler's event loop busy, as a large graph does."""
+        for session in self.sessions("scheduler"):
+            if session.id in self.world.sessions.processes:
+                self.world.sessions.processes[session.id].pause(seconds, threads=False)
+
+    def _cut_off(self, who: str, seconds: float, refuses: bool) -> None:
+        if who in self.actors and self.actors[who].runs:
+            self.actors[who].process.cut_off(seconds, refuses)
+
+    def _connect_in_a_task(self, i: int, kind: str) -> None:
+        processes = self.world.sessions.processes
+        running = [session.id for session in self.sessions("worker") if session.id in processes]
+        if running:
+            process = processes[running[i % len(running)]]
+            process.start(connect_in_a_task(process, kind))
+
     def _weather(self, name: str) -> None:
         self.world.luck.weather = WEATHERS[name]
 
@@ -234,6 +267,9 @@ class Episode:
         self.note("all faults stop")
         for task in self._losing:
             task.cancel()
+        for process in self.world.processes:
+            process.resume()
+            process.connect_again()
         self.world.luck.weather = CALM
         self.platform.configure(None)
         self.platform.heal()
@@ -248,6 +284,7 @@ class Episode:
             await self._settle()
             ending = "close"
         self.over = time.time()
+        self.ends.append("the episode ends")
         if ending == "abandon":
             await self._abandon()
         elif self._is_dead():
@@ -262,11 +299,21 @@ class Episode:
         await self._check_the_end()
 
     async def _close(self, notebook: Notebook, cluster: CMLCluster) -> None:
+        n_errors = len(notebook.errors)
         await self._until_done(notebook.close(cluster), f"{notebook.name}'s close()")
+        if notebook.runs and cluster.shutdown_on_close and len(notebook.errors) == n_errors:
+            await self._until(lambda: not self._not_stopped(), 15.0)
+            if left := self._not_stopped():
+                self.violate(f"{notebook.name}'s close() has left and not named {left}")
         if not notebook.runs:  # it has died on the way, and left the rest to whoever prunes
             await self._prune()
             if self._keeper() is not None:  # another process keeps the cluster
                 await self._run("delete", again=True)
+
+    def _not_stopped(self) -> list[str]:
+        """Return the cluster's sessions that nobody has stopped."""
+        left = [*self.sessions("scheduler"), *self.sessions("worker")]
+        return [f"{session.key} ({session.id})" for session in left if not session.stop_requested]
 
     def _keeper(self) -> User | None:
         """Return a process that keeps the cluster, or would if nobody did."""
@@ -337,6 +384,7 @@ class Episode:
         if self._keeper() is None and not await self._until(is_true, 10.0):
             await self._let_one_stay()
             await self._until(is_true)
+        self._check_objects()
         if not await self._until(is_true, 0.0):
             self.violate(f"the last request {wanted} is not what runs: {'; '.join(wrong)}")
         elif self.record() is None or self._is_dead():
@@ -448,6 +496,41 @@ class Episode:
         if not any("schedulers in a row" in line for line in self._told(started)):
             self.violate("the cluster has ended, and nobody wanted it")
 
+    def _check_objects(self) -> None:
+        """An object ends by a word of its user, or with its cluster."""
+        if self.ends or self.record() is None or self._is_dead():
+            return
+        for actor in [*self.actors.values()]:
+            if not isinstance(actor, Notebook) or not actor.runs or actor.ended or not actor.started:
+                continue
+            if actor.cluster is not None and actor.cluster.status in (Status.closed, Status.failed):
+                self.violate(
+                    f"{actor.name}'s object has ended, and its cluster runs: {self._told([actor])[-1:]}"
+                )
+
+    def _note_stop(self, session: SimulatedSession) -> None:
+        """Note the stop of a scheduler that nobody wants to end. Threads call this."""
+        if session.key == "scheduler" and not self.ends and self._serves(session):
+            self.stopped_schedulers.append(session.id)
+        self._stopped(session)
+
+    def _serves(self, session: SimulatedSession) -> bool:
+        """Return whether the program of a scheduler's session runs, as its cluster's last one."""
+        process, record = self.world.sessions.processes.get(session.id), self.record()
+        if process is None or process.state not in ("runs", "paused") or record is None:
+            return False
+        notebooks = [actor for actor in self.actors.values() if isinstance(actor, Notebook)]
+        has_started = any(notebook.started for notebook in notebooks)
+        last = record.scheduler
+        return has_started and last.session == session.id and last.address is not None and not last.closed
+
+    def _check_losses(self) -> None:
+        """Scaling down loses no data."""
+        for address in self.log.lost:
+            session = self.platform.all.get(self.world.sessions.addresses.get(address, ""))
+            if session is not None and session.status == "stopped":
+                self.violate(f"the data of worker {session.key} ({session.id}) was lost when it was stopped")
+
     def _told(self, keepers: Iterable[User]) -> list[str]:
         """Return what clusters have told their users."""
         clusters = [keeper.cluster for keeper in keepers if keeper.cluster is not None]
@@ -501,6 +584,12 @@ class Episode:
     async def _check_the_end(self) -> None:
         await self._close_again()
         await self._check_sessions()
+        if self.stopped_schedulers:
+            self.violate(f"these schedulers ran and were stopped: {self.stopped_schedulers}")
+        self._check_losses()
+        twice = {name: ids for name, ids in self.world.sessions.workers.items() if len(ids) > 1}
+        if twice and not self.was_stale:
+            self.violate(f"these names were given more than once: {twice}")
         others = self.platform.all[self.others]
         if others.stop_requested or not others.live:
             self.violate("the work of others was stopped")

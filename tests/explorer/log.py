@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 import traceback
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from simulated.faults import UnexpectedError
 from simulated.process import Killed, current
 
+_LOST = re.compile(r"Removing worker '(\S+)' caused the cluster to lose")
 #: Dask logs it when a client closes that is not connected.
 _EXPECTED = (Killed, UnexpectedError, asyncio.CancelledError)
 
@@ -34,7 +36,8 @@ class CapturedLog(logging.Handler):
     def __init__(self, story: list[str]) -> None:
         super().__init__(logging.INFO)
         self.tracebacks: list[str] = []
-        self.lines: list[str] = []
+        #: The addresses of Dask workers that have left with data which no other worker has.
+        self.lost: list[str] = []
         self._story = story
 
     @contextlib.contextmanager
@@ -55,7 +58,8 @@ class CapturedLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         process, text = current(), record.getMessage()
         ours = "dask_cml" in record.name
-        self.lines.append(text)
+        if found := _LOST.match(text):
+            self.lost.append(found[1])
         if ours or record.levelno >= logging.WARNING:
             who = process.name if process is not None else "-"
             self._story.append(f"{time.monotonic() - 1000:7.2f}     {who}: {record.levelname} {text}")

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from unittest import mock
 
@@ -20,13 +21,16 @@ from .episode import Episode, Outcome
 from .log import isolated_loggers
 from .schedule import schedule_of
 
+#: What of the schedule's further steps happens in all episodes.
+USUAL: tuple[str, ...] = ()
+
 # Dask removes the scratch folders of killed processes when Python exits, which logs that they are gone.
 logging.getLogger("distributed.diskutils").setLevel(logging.CRITICAL)
 
 
-def play(seed: int) -> Outcome:
+def play(seed: int, more: Collection[str] = USUAL) -> Outcome:
     """Play the episode of a seed. An exception that it or a thread raises is a violation, too."""
-    schedule = schedule_of(seed)
+    schedule = schedule_of(seed, more)
     outcomes = [Outcome()]
 
     async def main(it: World) -> None:
@@ -67,10 +71,10 @@ def prepare() -> None:
         logger.handlers = [logging.NullHandler()]
 
 
-def play_quietly(seed: int) -> tuple[int, Outcome]:
+def play_quietly(seed: int, more: Collection[str] = USUAL) -> tuple[int, Outcome]:
     """Return a seed and its outcome."""
     with warnings.catch_warnings():  # of coroutines that a dead process never awaited
         warnings.simplefilter("ignore")
-        outcome = play(seed)
+        outcome = play(seed, more)
         gc.collect()
     return seed, outcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ class Schedule:
         What goes wrong on the platform at first.
     named : bool
         Whether sessions have names on the platform.
+    names_workers : bool
+        Whether the creator's class has its own names of workers.
     ending : str
         How it ends.
     last : mapping of str to int
@@ -66,20 +68,31 @@ class Schedule:
     crashes: Mapping[str, Crash] = field(default_factory=dict)
     weather: str = "calm"
     named: bool = True
+    names_workers: bool = False
     ending: str = "settle"
     last: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         lines = [f"seed {self.seed}, {self.weather}, {'named' if self.named else 'no names'}", options]
+        if self.names_workers:
+            lines.append("the creator's class names the workers")
         lines += map(str, self.steps)
         lines += [f"{who} dies after {crash.what} {crash.after}" for who, crash in self.crashes.items()]
         return "\n".join([*lines, f"ends with {self.ending}, last request {dict(self.last)}"])
 
 
-def schedule_of(seed: int) -> Schedule:
-    """Return the schedule of a seed."""
-    return _Writer(random.Random(f"schedule {seed}")).write(seed)
+def schedule_of(seed: int, more: Collection[str] = ()) -> Schedule:
+    """Return the schedule of a seed.
+
+    Parameters
+    ----------
+    seed : int
+        The seed.
+    more : collection of str
+        Which steps of :data:`MORE` may happen, too.
+    """
+    return _Writer(random.Random(f"schedule {seed}"), more).write(seed)
 
 
 class _Writer:
@@ -89,10 +102,15 @@ class _Writer:
     ----------
     chance : random.Random
         Decides.
+    more : collection of str
+        Which steps of :data:`MORE` may happen, too.
     """
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+    def __init__(self, chance: random.Random, more: Collection[str]) -> None:
+        self.chance, self.more = chance, more
+        self.steps: dict[str, float] = dict(_STEPS)
+        for name in more:
+            self.steps |= MORE[name]
         self.crashes: dict[str, Crash] = {}
         self.commands = 0
 
@@ -115,7 +133,7 @@ class _Writer:
             self.crash("A", 0.5)
         steps = [Step(0.0, "A", "create")]
         for _ in range(chance.randint(3, 12)):
-            [step] = chance.choices([*_STEPS], [*_STEPS.values()])
+            [step] = chance.choices([*self.steps], [*self.steps.values()])
             steps.append(self.step(step))
         [ending] = chance.choices([*ENDINGS], [*ENDINGS.values()])
         return Schedule(
@@ -125,6 +143,7 @@ class _Writer:
             crashes=self.crashes,
             weather=chance.choice(["calm", "calm", "fates", "rough", "storm"]),
             named=chance.random() < 0.8,
+            names_workers="names" in self.more and chance.random() < 0.5,
             ending=ending,
             last={group: chance.randrange(4) for group in ("default", "big")},
         )
@@ -183,7 +202,23 @@ class _Writer:
             return (chance.choice([0.5, 3.0, 10.0]),)
         if what in ("kill", "end session"):
             return (chance.choice(["A", "A", "B", "page"]),)
+        if what == "pause":
+            return chance.choice(["A", "A", "B", "page"]), self.seconds(200), chance.random() < 0.7
+        if what == "pause scheduler":
+            return (self.seconds(200),)
+        if what == "cut off":
+            return chance.choice(["A", "A", "B", "page"]), self.seconds(300), chance.random() < 0.3
+        if what == "connect in a task":
+            return chance.randrange(8), chance.choice(["cluster", "cluster that scales", "client"])
+        if what == "add_by_hand":
+            return (chance.choice([None, 3]),)
+        if what == "renew_group":
+            return "late", chance.randrange(3)
         return ()
+
+    def seconds(self, most: float) -> float:
+        """Return for how long something lasts: within a time limit of the product, around it, or longer."""
+        return self.chance.choice([self.chance.uniform(5, 30), self.chance.uniform(5, most)])
 
 
 #: What may happen, and how often.
@@ -220,8 +255,21 @@ _STEPS = {
     "kill": 2,
     "end session": 0.5,
 }
+#: What may happen, too, by the names with which it is switched on.
+MORE: dict[str, dict[str, float]] = {
+    "pauses": {"pause": 3.0},
+    "busy": {"pause scheduler": 1.5},
+    "outages": {"cut off": 3.0},
+    "tasks": {"connect in a task": 2.0},
+    "by hand": {"add_by_hand": 2.0},
+    "names": {},
+    "groups": {"renew_group": 2.0},
+    "page": {"open page": 5.0, "delete in page": 0.3},
+}
 _ACTORS = {
     **dict.fromkeys(("scale", "adapt", "add_group", "delete_group", "remove"), "user"),
+    **dict.fromkeys(("add_by_hand", "renew_group"), "user"),
+    "delete in page": "page",
     **dict.fromkeys(("submit", "forget", "retire", "close"), "A or B"),
     **dict.fromkeys(("connect", "leave"), "B"),
     **dict.fromkeys(("open page", "close page"), "page"),

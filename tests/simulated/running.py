@@ -44,6 +44,10 @@ class RunningSessions:
         The processes of the sessions, by their ids.
     doubles : list of str
         The names that two sessions had at once which both ran a Dask worker.
+    workers : dict of str to list of str
+        The sessions that took the name of a worker and ran it, by its name.
+    addresses : dict of str to str
+        The sessions of Dask workers, by their addresses.
     are_in_mesh : bool
         Whether a mesh accepts all connections to sessions that start, and lets nothing pass.
     """
@@ -56,6 +60,8 @@ class RunningSessions:
     ) -> None:
         self.processes: dict[str, SimulatedProcess] = {}
         self.doubles: list[str] = []
+        self.workers: dict[str, list[str]] = {}
+        self.addresses: dict[str, str] = {}
         self.are_in_mesh = False
         self._platform, self._make_process, self._luck = platform, make_process, luck
         self._loop = asyncio.get_running_loop()
@@ -243,7 +249,9 @@ class RunningSessions:
         for worker in workers:
             worker.startup_information["cml"] = lambda _: {"session": session.id}
         self._servers[session.id] = workers
+        self.workers.setdefault(name, []).append(session.id)
         await asyncio.gather(*workers)
+        self.addresses |= {worker.address: session.id for worker in workers}
         await asyncio.gather(*(worker.finished() for worker in workers))
 
     def _running(self, name: str) -> list[SimulatedProcess]:
