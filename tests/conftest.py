@@ -84,9 +84,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-# Shells have what they start in the background ignore Ctrl-C, and that is inherited by what the tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Shells let what they start in the background ignore Ctrl-C, and nohup lets it ignore the end of the
+# terminal, which what the tests start would inherit.
+for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, _handler)
 
 # It does not import beside the newest distributed, so it is installed where an older one is tested.
 collect_ignore = [] if importlib.util.find_spec("dask_ctl") else ["test_dask_ctl.py"]

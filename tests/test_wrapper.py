@@ -50,7 +50,7 @@ def run(tmp_path):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=20,
+            timeout=120,
         )
         assert "it failed with exit status 3" in ran.stderr
         log = (tmp_path / "log").read_text()
