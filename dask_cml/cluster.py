@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import math
@@ -29,7 +30,7 @@ from dask_cml.checks import check_loop, check_silence_logs, group_name, message,
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.display import EscapedLogs, describe, escaped, render, status_of
 from dask_cml.errors import CMLError, checks_arguments, without_frames
-from dask_cml.keeper.adaptive import CMLAdaptive
+from dask_cml.keeper.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
 from dask_cml.keeper.at_exit import no_longer_end_at_exit
 from dask_cml.keeper.kept_cluster import KeptCluster
 from dask_cml.naming import DEFAULT_GROUP, session_name
@@ -399,6 +400,8 @@ class CMLCluster(KeptCluster):
         ------
         TypeError, ValueError
             If an argument is invalid, or exceeds a limit of the site.
+        CMLError
+            If this object is closed, or not connected yet.
 
         Examples
         --------
@@ -412,26 +415,46 @@ class CMLCluster(KeptCluster):
         self._check_open(f"worker group {worker_group!r} not scaled")
         if n > self.target(worker_group):
             check_room("n", n, options.worker, self.groups.others(worker_group))
-        if self.is_remote:
-            return self._write(groups={worker_group: {"target": n, "adapt": None}})
-        # An Adaptive of another class calls this method itself.
-        if self.groups.limits(worker_group) is not None:
-            self.groups.adapt(worker_group, None)
-        self._resize(worker_group, n, adapt=None)
-        return NoOpAwaitable() if self.asynchronous else None
+        caller = calling_adaptive()
+        with self.groups.changing():
+            if caller is None:
+                self.groups.adapt(worker_group, None)
+            elif caller is not self.groups.adaptive(worker_group):  # stopped meanwhile
+                return NoOpAwaitable() if self.asynchronous else None
+            if not self.is_remote:
+                self._resize(worker_group, n)
+                if caller is None:
+                    self._ask(worker_group, target=n, adapt=None)
+                return NoOpAwaitable() if self.asynchronous else None
+            change = self._outbox.add(is_awaited=True, groups={worker_group: {"target": n, "adapt": None}})
+        return self._write(change)
 
     # SpecCluster.scale_up (spec.py:589) is its own `scale`.
     scale_up = scale
 
-    def _resize(self, group: str, n: int, **change: Any) -> None:
-        """Want `n` workers of a group here, and write a :class:`GroupChange` on the board."""
-        with self.groups.lock:  # until both are done, the event loop takes no older request from the board
-            absent = [*reversed(self.groups.workers(group))]
-            if self.keeper is not None:
-                absent = self.keeper.absent(group)
-                self.keeper.ask(group, target=n, **change)
-                self._soon(self.keeper.publish)
-            self.groups.resize(group, n, absent)
+    async def scale_down(self, workers: Iterable[str]) -> None:
+        """Close workers by their names, after moving their data to others.
+
+        Parameters
+        ----------
+        workers : iterable of str
+            Names of sessions or of Dask workers.
+        """
+        # SpecCluster.scale_down (spec.py:571) is also what an Adaptive of another class calls.
+        caller, keeper = calling_adaptive(), self.keeper
+        if caller is not None and caller is not self.groups.adaptive(DEFAULT_GROUP):  # stopped meanwhile
+            return
+        if caller is not None and keeper is not None:
+            keeper.close_workers(workers)
+            await self
+        else:
+            await super().scale_down(workers)
+
+    def _resize(self, group: str, n: int) -> None:
+        """Want `n` workers of a group here. The caller holds the lock of the groups."""
+        keeper = self.keeper
+        absent = [*reversed(self.groups.workers(group))] if keeper is None else keeper.absent(group)
+        self.groups.resize(group, n, absent)
         self._soon(self._correct_state)
 
     @checks_arguments
@@ -495,17 +518,24 @@ class CMLCluster(KeptCluster):
             kwargs["worker_group"] = worker_group
         elif worker_group != DEFAULT_GROUP:
             raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
-        adaptive = Adaptive(self, minimum=least, maximum=most, **kwargs)
+        make = Adaptive if is_cml_adaptive else functools.partial(make_adaptive, Adaptive)
+        adaptive = make(self, minimum=least, maximum=most, **kwargs)
         limits = adaptive.limits if isinstance(adaptive, CMLAdaptive) else None
-        if self.is_remote:
-            self._write(groups={worker_group: {"adapt": limits}})
-            return adaptive
-        self.groups.adapt(worker_group, adaptive)
-        target = self.target(worker_group)
-        if is_cml_adaptive:
-            target = min(max(target, least), most)
-        self._resize(worker_group, target, adapt=limits)
-        if isinstance(adaptive, CMLAdaptive) and self.keeper is not None:
+        with self.groups.changing():
+            is_remote = self.is_remote
+            # In a remote, an Adaptive of another class scales as a user does.
+            self.groups.adapt(worker_group, None if is_remote and is_cml_adaptive else adaptive)
+            if is_remote:
+                change = self._outbox.add(is_awaited=True, groups={worker_group: {"adapt": limits}})
+            else:
+                target = self.target(worker_group)
+                if is_cml_adaptive:
+                    target = min(max(target, least), most)
+                self._resize(worker_group, target)
+                self._ask(worker_group, target=target, adapt=limits)
+        if is_remote:
+            self._write(change)
+        elif isinstance(adaptive, CMLAdaptive) and self.keeper is not None:
             self._soon(adaptive.begin)
         return adaptive
 
@@ -526,15 +556,17 @@ class CMLCluster(KeptCluster):
         return least, int(most)
 
     def _check_open(self, what: str) -> None:
-        """Refuse what a cluster cannot do that is over.
+        """Refuse what a cluster cannot do that is over, or whose options are not known yet.
 
         Raises
         ------
         CMLError
-            If it is closed, or belongs to another process.
+            If it is closed, belongs to another process, or may be one that runs already.
         """
         if self.is_forks_copy or self.status not in (Status.created, Status.running):
             self._check_running(what)
+        if self.status == Status.created and self.keeper is None and self.options.create_mode != "create":
+            raise CMLError(f"{what}: cluster {self.options.name} is not connected yet, await it first")
 
     def _new_worker_name(self, worker_number: int) -> str:
         # SpecCluster._new_worker_name (spec.py:541) is the number alone, which all clusters would share.

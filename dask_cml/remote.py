@@ -189,15 +189,36 @@ class Remote:
         self.connected = True
         return board
 
-    async def set(self, **changes: Any) -> BoardState:
-        """Write on the board, and return it; see :meth:`dask_cml.scheduler.plugin.CMLSchedulerPlugin.set`.
+    async def set(self, **values: Any) -> BoardState:
+        """Write values on the board that no user asks for, and return it.
 
         Raises
         ------
         CMLError
-            If the scheduler does not answer, or refuses the change.
+            If the scheduler does not answer, or refuses a value.
         """
-        board = await self._write(protocol.SET, **changes)
+        return await self._write(protocol.SET, **values)
+
+    async def change(self, number: int, **changes: Any) -> BoardState:
+        """Write on the board what a user of this process asks for, and return it.
+
+        See :meth:`dask_cml.scheduler.plugin.CMLSchedulerPlugin.set`. Only :class:`Outbox` calls this.
+
+        Parameters
+        ----------
+        number : int
+            Counts the changes of this process. A repeated change with this number changes nothing.
+        **changes
+            The change.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer. The board may have the change.
+        CMLError
+            If the board refuses the change.
+        """
+        board = self._take(await self.ask(protocol.SET, writer=self.id, number=number, **changes))
         self.has_written = True
         return board
 
@@ -232,9 +253,13 @@ class Remote:
         try:
             return self._take(await self.ask(op, **arguments))
         except NO_ANSWER as error:
-            raise CMLError(
-                f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
-            ) from error
+            raise self.no_answer(error) from error
+
+    def no_answer(self, error: BaseException) -> CMLError:
+        """Return the error that the scheduler does not answer, from the error of the connection."""
+        return CMLError(
+            f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
+        )
 
     @property
     def keeps(self) -> bool:

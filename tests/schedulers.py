@@ -28,6 +28,7 @@ def prepare(
     *,
     orphan_timeout: float | None = None,
     patience: float | None = None,
+    writers: Mapping[str, int] | None = None,
     **groups: Mapping[str, Any],
 ) -> Path:
     """Write in a cluster's folder what a keeper writes that launches a scheduler. Return the folder."""
@@ -39,6 +40,7 @@ def prepare(
         "restarts": restarts,
         "orphan_timeout": orphan_timeout,
         "patience": patience,
+        "writers": writers or {},
         "groups": {"default": {}, **groups},
     }
     file = folder / board_file(number)

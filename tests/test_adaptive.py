@@ -325,6 +325,35 @@ async def test_another_class_ends_when_the_cluster_adapts_otherwise_or_closes(it
     assert third.periodic_callback is None
 
 
+@pytest.mark.parametrize("who", ["cluster", "remote", "other"])
+@pytest.mark.parametrize("where", ["cluster", "remote"])
+@simulated
+async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, who):
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote, rebuild("mine") as other:
+        wanted, asked = [1], []
+        handlers = scheduler_of(it, cluster).handlers
+
+        async def answer_late(**_):
+            asked.append(wanted[-1])
+            await asyncio.sleep(0.5)
+            return asked[-1]
+
+        handlers["adaptive_target"] = answer_late
+        users = {"cluster": cluster, "remote": remote, "other": other}
+        adaptive = users[where].adapt(Adaptive=Adaptive, interval="1 s", wait_count=1)
+        await eventually(lambda: arrived(cluster) == 1)
+        wanted.append(2)
+        await eventually(lambda: arrived(cluster) == 2)
+        wanted.append(1)
+        await eventually(lambda: target(cluster) == 1)
+        n = len(asked)
+        await eventually(lambda: len(asked) > n)  # and is not answered yet
+        users[who].scale(3)
+        await asyncio.sleep(30)
+        assert target(cluster) == target(remote) == arrived(cluster) == 3
+        assert adaptive.periodic_callback is None
+
+
 @simulated
 async def test_another_class_goes_on_although_nobody_else_holds_it(it):
     async with simulate() as cluster:

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from concurrent.futures import CancelledError
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -126,6 +127,51 @@ async def test_targets_groups_and_limits_stay_as_they_were(it, options):
         assert cluster.worker_groups["gpu"].n_workers == 1
         cluster.scale(2, worker_group="gpu")
         await eventually(lambda: stands(it, cluster, 3))
+
+
+async def add_group(remote):
+    await remote.add_worker_group("big", n_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("ask", "n"),
+    [
+        (lambda remote: remote.scale(3), 3),
+        (lambda remote: remote.scale_down(["lab-0"]), 1),
+        (add_group, 3),
+        (lambda remote: adapt_and_wait(remote), 4),
+    ],
+    ids=["scale", "close", "add", "adapt"],
+)
+@pytest.mark.parametrize("keeper", ["waits", "vanishes"])
+@simulated
+async def test_a_request_that_only_the_lost_scheduler_knew_is_wanted_of_the_next(it, ask, n, keeper):
+    creator = await create_elsewhere(it, name="lab", n_workers=2) if keeper == "vanishes" else None
+    async with AsyncExitStack() as stack:
+        cluster = remote = await stack.enter_async_context(
+            simulate(name="lab", n_workers=2) if creator is None else rebuild("lab", shutdown_on_close=True)
+        )
+        if creator is None:
+            remote = await stack.enter_async_context(rebuild("lab"))
+            await eventually(lambda: arrived(remote) == 2)
+            heal = cut_off(cluster)
+        else:
+            creator.freeze()
+        await ask(remote)
+        revision = remote.board.revision
+        await eventually(lambda: store.read("lab").scheduler.revision >= revision)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        if creator is None:
+            heal()
+        await eventually(lambda: cluster.place.number == 1 and stands(it, cluster, n))
+        assert cluster.keeps
+        if creator is not None:
+            creator.kill()
+
+
+async def adapt_and_wait(remote):
+    remote.adapt(4, 5)
+    await remote.written()
 
 
 @simulated

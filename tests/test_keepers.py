@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import dask
@@ -23,6 +24,7 @@ from clusters import (
     live,
     make,
     rebuild,
+    scheduler_of,
     sessions,
     simulate,
     target,
@@ -294,18 +296,14 @@ async def test_one_of_several_remotes_keeps_the_cluster_when_the_keepers_process
         await one.close()
 
 
-@pytest.mark.parametrize("scales", [False, True])
 @simulated
-async def test_a_keeper_that_was_silent_for_a_lease_becomes_a_remote_and_stops_nothing(it, scales):
+async def test_a_keeper_that_was_silent_for_a_lease_becomes_a_remote_and_stops_nothing(it):
     async with shared(n_workers=2) as former, rebuild("shared") as other:
         await eventually(lambda: has(former, 2))
         before = {*it.platform.running.values()}
         heal = cut_off(former)
         await eventually(lambda: other.keeps)
         assert not former.keeps
-        if scales:
-            former.scale(0)
-            former.adapt(0, 1)
         await asyncio.sleep(2 * timing.lease)
         assert {*it.platform.running.values()} == before
         heal()
@@ -326,6 +324,126 @@ async def test_what_the_keeper_was_asked_for_meanwhile_reaches_the_board_later(i
         heal()
         await eventually(lambda: has(keeper, 2) and has(remote, 2))
         assert keeper.keeps
+
+
+def scale_up(cluster):
+    cluster.scale(2)
+
+
+def adapt(cluster):
+    cluster.adapt(2, 3)
+
+
+def add_by_hand(cluster):
+    cluster.worker_spec.update(cluster.new_worker_spec())
+    cluster._correct_state()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("ask", [scale_up, adapt, add_by_hand])
+@simulated
+async def test_what_a_former_keeper_is_asked_for_before_it_notices_reaches_the_board(it, ask, leaves):
+    async with shared(n_workers=1) as former, rebuild("shared", shutdown_on_close=True) as other:
+        await eventually(lambda: has(former, 1))
+        heal = cut_off(former)
+        await eventually(lambda: other.keeps)
+        heal()
+        ask(former)
+        assert former.keeper is not None
+        if leaves:
+            await former.leave()
+        await eventually(lambda: has(other, 2))
+        assert limits(other) == ((2, 3) if ask is adapt else None)
+
+
+@simulated
+async def test_what_a_silent_keeper_was_asked_for_counts_when_it_answers_again(it):
+    async with shared(n_workers=1) as former, rebuild("shared") as other:
+        await eventually(lambda: has(former, 1))
+        heal = cut_off(former)
+        await eventually(lambda: other.keeps)
+        former.scale(2)
+        await other.scale(3)
+        await eventually(lambda: has(other, 3))
+        heal()
+        await eventually(lambda: has(former, 2) and has(other, 2))
+        assert former.keeper is None
+
+
+@simulated
+async def test_a_request_whose_answer_is_lost_undoes_no_later_request_of_another_process(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        handlers = scheduler_of(it, keeper).handlers
+        unanswered = []
+
+        def lose_first_answer(handler):
+            async def handle(**message):
+                answer = handler(**message)
+                if keeper._remote.id in message.values() and message.get("groups") and not unanswered:
+                    unanswered.append(message)
+                    await asyncio.Event().wait()
+                return answer
+
+            return handle
+
+        handlers |= {name: lose_first_answer(handlers[name]) for name in ("cml_set", "cml_report")}
+        keeper.scale(2)
+        await eventually(lambda: unanswered and target(remote) == 2)
+        await remote.scale(3)
+        await asyncio.sleep(2 * timing.answer)
+        await eventually(lambda: has(keeper, 3) and has(remote, 3))
+
+
+@simulated
+async def test_a_request_after_the_first_board_is_written_reaches_the_board(it):
+    cluster = shared()
+    write_files = cluster._write_files
+
+    def adapt_meanwhile(files):
+        assert cluster.keeper is None
+        cluster.adapt(1, 2)
+        write_files(files)
+
+    cluster._write_files = adapt_meanwhile
+    async with cluster, rebuild("shared") as remote:
+        await eventually(lambda: limits(remote) == (1, 2))
+        await eventually(lambda: has(remote, 1))
+        assert limits(cluster) == (1, 2)
+
+
+@pytest.mark.parametrize("create_mode", ["connect", "create-or-connect"])
+@simulated
+async def test_a_cluster_that_may_run_already_takes_no_request_before_it_is_connected(it, create_mode):
+    async with shared() as keeper:
+        remote = make(name="shared", create_mode=create_mode, platform="auto")
+        for what, ask in ("scaled", remote.scale), ("adapted", remote.adapt):
+            words = (
+                f"^worker group 'default' not {what}: cluster shared is not connected yet, await it first$"
+            )
+            with pytest.raises(CMLError, match=words):
+                ask(1)
+        await remote
+        await remote.scale(1)
+        await eventually(lambda: has(keeper, 1))
+        await remote.leave()
+
+
+@simulated
+async def test_a_user_who_scales_while_the_keeper_takes_a_request_is_the_last(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        absent, threads = keeper.keeper.absent, []
+
+        def scale_meanwhile(group):
+            if not threads:
+                threads.append(threading.Thread(target=keeper.scale, args=[3]))
+                threads[0].start()
+                threads[0].join(0.2)  # for ever, if it must wait
+            return absent(group)
+
+        keeper.keeper.absent = scale_meanwhile
+        await remote.scale(1)
+        await eventually(lambda: threads and not threads[0].is_alive())
+        await eventually(lambda: has(keeper, 3) and has(remote, 3))
 
 
 FROZEN = """

@@ -27,6 +27,9 @@ from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PRELOAD
 from dask_cml.timing import timing
 
+#: The writer of a change whose process is not known.
+NOBODY = {"writer": "", "number": 0}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -145,8 +148,8 @@ async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(
 async def test_the_next_scheduler_begins_with_what_was_wanted(tmp_path):
     limits = {"minimum": 0, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
     groups = {
-        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4, "created": 0},
-        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0, "created": 7},
+        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4, "created": 0, **NOBODY},
+        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0, "created": 7, **NOBODY},
     }
     folder = prepare(tmp_path / "mine", number=1, **groups)
     async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
@@ -174,11 +177,18 @@ async def test_the_last_one_who_writes_wins_and_others_values_stay(comm):
     answer = await comm.cml_set(groups={"default": {"adapt": limits}, "gpu": {"target": 3}})
     assert answer["groups"] == {
         # Its target is within the limits at once.
-        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2, "created": 0},
-        "gpu": {"options": {"cpu": 2}, "target": 3, "adapt": None, "request": 2, "created": created},
+        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2, "created": 0, **NOBODY},
+        "gpu": {
+            "options": {"cpu": 2},
+            "target": 3,
+            "adapt": None,
+            "request": 2,
+            "created": created,
+            **NOBODY,
+        },
     }
     answer = await comm.cml_set(groups={"default": {"target": 1, "adapt": None}, "gpu": None})
-    last = {"options": {}, "target": 1, "adapt": None, "request": 3, "created": 0}
+    last = {"options": {}, "target": 1, "adapt": None, "request": 3, "created": 0, **NOBODY}
     assert answer["groups"] == {"default": last}
 
 
@@ -208,6 +218,38 @@ async def test_strangers_without_the_keys_of_the_cluster_reach_no_handler(folder
         async with rpc(running.address, connection_args=others) as comm:
             with pytest.raises(OSError, match=r"\w"):
                 await asyncio.wait_for(comm.cml_hello(), 60)
+
+
+async def scale_as(comm, writer, number, target, **more):
+    groups = {"default": {"target": target}}
+    return (await comm.cml_set(writer=writer, number=number, groups=groups, **more))["groups"]["default"]
+
+
+async def test_a_repeated_change_undoes_no_later_request_of_another_process(comm):
+    first = await scale_as(comm, "a", 1, target=2)
+    assert (first["target"], first["writer"], first["number"]) == (2, "a", 1)
+    later = await scale_as(comm, "b", 1, target=5)
+    assert await scale_as(comm, "a", 1, target=2) == later
+    assert (await scale_as(comm, "a", 2, target=2))["target"] == 2
+
+
+async def test_a_change_that_was_refused_may_be_repeated(comm):
+    change = {"writer": "a", "number": 1, "groups": {"gpu": {"target": 1}}}
+    assert "refused" in await comm.cml_set(**change)
+    assert "refused" in await comm.cml_set(**change)
+    await comm.cml_set(groups={"gpu": {"options": {}}})
+    assert (await comm.cml_set(**change))["groups"]["gpu"]["target"] == 1
+
+
+async def test_the_next_scheduler_knows_the_changes_of_the_last_one(folder):
+    async with scheduler_in(folder) as running, rpc(running.address) as comm:
+        await scale_as(comm, "a", 7, target=2, closing=["mine-0"])
+    last = file_of(folder)
+    assert (last["writers"], last["closing"]) == ({"a": 7}, ["mine-0"])
+    prepare(folder, number=1, writers=last["writers"], **last["groups"])
+    async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
+        await scale_as(comm, "b", 1, target=5)
+        assert (await scale_as(comm, "a", 7, target=2))["target"] == 5
 
 
 # -- the keeper

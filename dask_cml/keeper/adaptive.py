@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
 from time import monotonic
@@ -24,6 +26,33 @@ from dask_cml.output import Logger
 logger = Logger(__name__)
 
 _LAST_STARTS = 20
+
+
+@dataclass
+class _Caller:
+    """The Adaptive of another class whose code runs in a context. None: it is not made yet."""
+
+    adaptive: Adaptive | None = None
+
+
+_caller: contextvars.ContextVar[_Caller | None] = contextvars.ContextVar("adaptive", default=None)
+
+
+def make_adaptive(cls: type[Adaptive], *arguments: Any, **options: Any) -> Adaptive:
+    """Return an Adaptive of any class. When its code runs, :func:`calling_adaptive` returns it.
+
+    Dask's class calls ``cluster.scale`` and ``cluster.scale_down``, as users do.
+    """
+    caller, context = _Caller(), contextvars.copy_context()
+    context.run(_caller.set, caller)
+    caller.adaptive = context.run(cls, *arguments, **options)
+    return caller.adaptive
+
+
+def calling_adaptive() -> Adaptive | None:
+    """Return the Adaptive of another class whose code runs. None: a user's code runs."""
+    caller = _caller.get()
+    return None if caller is None else caller.adaptive
 
 
 class _Pauses:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.objects import SchedulerInfo
 
 from dask_cml.keeper.groups import Groups
+from dask_cml.keeper.outbox import Outbox
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import connected_names
 from dask_cml.remote import BoardState, Remote
@@ -34,16 +35,13 @@ class Follower:
         The worker groups in that spec.
     remote : Remote
         Talks to the scheduler.
-    known : iterable of str
-        The names in the spec, as the board has them.
+    outbox : Outbox
+        Writes on the board.
     """
 
-    def __init__(
-        self, cluster: SpecCluster, groups: Groups, remote: Remote, known: Iterable[str] = ()
-    ) -> None:
-        self._cluster, self._groups, self._remote = cluster, groups, remote
+    def __init__(self, cluster: SpecCluster, groups: Groups, remote: Remote, outbox: Outbox) -> None:
+        self._cluster, self._groups, self._remote, self._outbox = cluster, groups, remote, outbox
         self._report = Report()
-        self._known = {*known}
         #: How many moves of Dask workers are known, and when they were read.
         self._moves = -1
         self._read_workers_at = 0.0
@@ -102,16 +100,20 @@ class Follower:
         ValueError
             If the keeper's report is invalid.
         """
-        is_written = {*self._cluster.worker_spec} == self._known  # what a user of this process has changed
         self._groups.take(board.groups)
+        for name, board_group in board.groups.items():
+            # An Adaptive of another class scales here, until a user of another process does.
+            is_own = board_group.writer == self._remote.id or self._outbox.changes
+            if not is_own and self._groups.adapts(name):
+                self._groups.adapt(name, None)
         self._report = Report.read(board.report) if board.report else Report()
-        if is_written:
-            self._cluster.worker_spec.clear()
-            for name in self._report.wanted:
-                group = self._groups.group_of(name)
-                if group in self._groups:  # an older report may name workers of a deleted group
-                    self._cluster.worker_spec[name] = self._groups.spec(group)
-            self._known = {*self._cluster.worker_spec}
+        with self._groups.changing():
+            if not self._groups.is_changed_by_hand:  # else the next step writes it on the board first
+                self._cluster.worker_spec.clear()
+                for name in self._report.wanted:
+                    group = self._groups.group_of(name)
+                    if group in self._groups:  # an older report may name workers of a deleted group
+                        self._cluster.worker_spec[name] = self._groups.spec(group)
         pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
         if board.moves != self._moves and time.monotonic() - self._read_workers_at > pause:
             self._read_workers_at = time.monotonic()
@@ -130,8 +132,7 @@ class Follower:
         CMLError
             If the scheduler does not answer. Then the change is lost.
         """
-        before, self._known = self._known, {*self._cluster.worker_spec}
-        closed, new = before - self._known, self._known - before
+        closed, new = self._groups.take_changes_by_hand()
         changed = {self._groups.group_of(name) for name in new}
         changes: dict[str, Any] = {}
         if closed:
@@ -139,4 +140,4 @@ class Follower:
         if changed:
             changes["groups"] = {group: {"target": len(self._groups.workers(group))} for group in changed}
         if changes:
-            await self._remote.set(**changes)
+            await self._outbox.write(**changes)

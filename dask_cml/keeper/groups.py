@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ class Groups:
     """The worker groups of a cluster, and which entries of its ``worker_spec`` belong to them.
 
     Users scale from any thread, and the keeper works in the event loop: a method holds the one lock from its
-    check to its end. No method waits.
+    check to its end. No method waits. Who checks before a change holds the lock by :meth:`changing`.
 
     Parameters
     ----------
@@ -49,6 +50,8 @@ class Groups:
     def __init__(self, cluster: SpecCluster, options: Options, api: WorkersAPI, place: Place) -> None:
         self._cluster, self._prefix, self._api, self._place = cluster, options.name, api, place
         self.lock = threading.RLock()
+        #: The names in ``worker_spec``, as far as they were not changed by hand.
+        self._known: set[str] = set()
         self._options = {DEFAULT_GROUP: options}
         self._created: dict[str, int] = {}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
@@ -59,6 +62,29 @@ class Groups:
         #: All names that sessions of the cluster have had. A second session with such a name would exit.
         self._given: set[str] = set()
         self._adaptives: dict[str, Adaptive] = {}
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock for a change of ``worker_spec`` that is not made by hand."""
+        with self.lock:
+            before = {*self._cluster.worker_spec}
+            try:
+                yield
+            finally:
+                after = {*self._cluster.worker_spec}
+                self._known = (self._known - (before - after)) | (after - before)
+
+    @property
+    def is_changed_by_hand(self) -> bool:
+        """Whether a user has changed ``worker_spec``, as a subclass of SpecCluster may."""
+        with self.lock:
+            return self._known != {*self._cluster.worker_spec}
+
+    def take_changes_by_hand(self) -> tuple[set[str], set[str]]:
+        """Return the names that users have removed from ``worker_spec``, and added, since the last call."""
+        with self.lock:
+            before, self._known = self._known, {*self._cluster.worker_spec}
+            return before - self._known, self._known - before
 
     # -- groups
 
@@ -100,7 +126,7 @@ class Groups:
 
     def remove(self, group: str) -> None:
         """Remove a group. Its workers are not wanted any more."""
-        with self.lock:
+        with self.changing():
             for name in self.workers(group):
                 self._cluster.worker_spec.pop(name, None)
             self._options.pop(group, None)
@@ -162,6 +188,12 @@ class Groups:
             if isinstance(adaptive, CMLAdaptive):
                 adaptive.begin()
 
+    def yield_adapting(self) -> None:
+        """Let another process adapt the groups between the limits on the board."""
+        for group in [*self._adaptives]:
+            if self.limits(group) is not None:
+                self.adapt(group, None)
+
     def stop_adapting(self) -> None:
         """Stop adaptive scaling of all groups."""
         for group in [*self._adaptives]:
@@ -170,6 +202,10 @@ class Groups:
     def adapts(self, group: str) -> bool:
         """Return whether a group adapts."""
         return group in self._adaptives
+
+    def adaptive(self, group: str) -> Adaptive | None:
+        """Return the adaptive scaling of a group. None: it has a fixed size."""
+        return self._adaptives.get(group)
 
     def limits(self, group: str) -> Mapping[str, Any] | None:
         """Return the limits of a group's adaptive scaling for the board. None: it has a fixed size."""
@@ -287,7 +323,7 @@ class Groups:
         absent : collection of str
             The names of the workers that are not connected. They are dropped first, in this order.
         """
-        with self.lock:
+        with self.changing():
             wanted = self.workers(group)
             surplus = len(wanted) - n
             for name in [name for name in absent if name in wanted][: max(0, surplus)]:
@@ -299,7 +335,7 @@ class Groups:
 
     def close(self, group: str, names: Iterable[str]) -> None:
         """Drop surplus workers that the scheduler has chosen."""
-        with self.lock:
+        with self.changing():
             wanted, excess = {*self.workers(group)}, self.excess(group)
             chosen = [name for name in names if name in wanted][:excess]
             for name in chosen:
@@ -308,7 +344,7 @@ class Groups:
 
     def replace(self, name: str) -> bool:
         """Want another worker instead of a lost one. Return False if it was not wanted any more."""
-        with self.lock:
+        with self.changing():
             group = self.group_of(name)
             if self._cluster.worker_spec.pop(name, None) is None:
                 return False
@@ -321,13 +357,13 @@ class Groups:
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop workers that the platform has refused, or that a user has closed."""
-        with self.lock:
+        with self.changing():
             for name in names:
                 self._cluster.worker_spec.pop(name, None)
 
     def renew(self) -> None:
         """Want as many workers of each group under new names, because another scheduler begins."""
-        with self.lock:
+        with self.changing():
             targets = {group: self.target(group) for group in self._options}
             self.given(self.workers())
             self._cluster.worker_spec.clear()

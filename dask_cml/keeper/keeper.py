@@ -22,6 +22,7 @@ from dask_cml.keeper.backoff import Backoff
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.journal import Journal
 from dask_cml.keeper.losses import find_losses, missing, noticed
+from dask_cml.keeper.outbox import Outbox
 from dask_cml.keeper.policy import Snapshot, Supply, unrunnable
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import Retirements, choose, connected_names, drop
@@ -78,6 +79,8 @@ class Keeper:
         The worker groups in that spec.
     remote : Remote
         Talks to the scheduler.
+    outbox : Outbox
+        Writes on the board what users of this process ask for.
     api : WorkersAPI
         Launches, lists and stops sessions.
     record : Record
@@ -98,6 +101,7 @@ class Keeper:
         cluster: SpecCluster,
         groups: Groups,
         remote: Remote,
+        outbox: Outbox,
         api: WorkersAPI,
         record: Record,
         log: Callable[[str], None],
@@ -105,7 +109,7 @@ class Keeper:
         self.requests: dict[str, int] = dict.fromkeys(groups.names, 0)
         self.woken = asyncio.Event()
         self._cluster, self._groups, self._remote, self._api = cluster, groups, remote, api
-        self._record, self._log = record, log
+        self._outbox, self._record, self._log = outbox, record, log
         self._name = record.name
         self._journal = Journal(api, record)
         self._retirements = Retirements(cluster, remote, api, log, self.woken)
@@ -119,8 +123,9 @@ class Keeper:
         self._listed = -math.inf
         self._strays: dict[str, float] = {}
         self._next_strays = 0.0
-        #: Changes of groups that users of this process have made, and that the board does not know yet.
-        self._own_changes: dict[str, dict[str, Any]] = {}
+        #: The numbers of the last changes that users of this process have asked for, by their groups. They
+        #: are carried out here, and the board may not have them yet.
+        self._own_changes: dict[str, int] = {}
         self._closed: set[str] = set()
         self._publishing = asyncio.Lock()
         self._published: dict[str, Any] | None = None
@@ -353,7 +358,9 @@ class Keeper:
                 if launch.id != record.scheduler.session:
                     self._api.adopt(launch.id, launch.key)  # of a deleted group, so it is stopped
                 continue
-            spec = self._cluster.worker_spec[launch.key] = self._groups.spec(group_name)
+            spec = self._groups.spec(group_name)
+            with self._groups.changing():
+                self._cluster.worker_spec[launch.key] = spec
             worker = self._make(launch.key, spec)
             worker.adopt(launch.id, launch)
             self._cluster.workers[launch.key] = worker
@@ -374,30 +381,46 @@ class Keeper:
         board wins.
         """
         changed = False
-        for name in self._groups.take(board.groups):
-            self._backoffs.pop(name, None)
-            self.requests.pop(name, None)
-            changed = True
-        for name, group in board.groups.items():
-            with self._groups.lock:  # a user of this process may scale the group in another thread
-                if name in self._own_changes or self.requests.get(name) == group.request:
+        with self._groups.changing():
+            for name in self._groups.take(board.groups):
+                self._backoffs.pop(name, None)
+                self.requests.pop(name, None)
+                self._own_changes.pop(name, None)
+                changed = True
+            for name, group in board.groups.items():
+                if self._has_own(name, group) or self.requests.get(name) == group.request:
                     continue
                 self.requests[name] = group.request
                 self._backoffs.pop(name, None)  # it begins anew
                 self._groups.resize(name, group.target, self.absent(name))
-                self._adapt(name, group.adapt)
-            self._groups.begin_adapting()
-            changed = True
+                self._adapt(name, group)
+                self._groups.begin_adapting()
+                changed = True
         closing = [name for name in board.closing if name not in self._closed]
         if closing:
             self.close_workers(closing)
         if changed or closing or board.leaving:
             self.woken.set()
 
-    def _adapt(self, group: str, limits: Mapping[str, Any] | None) -> None:
-        """Let a group adapt between the limits on the board. None: it has a fixed size."""
-        adaptive = None if limits is None else CMLAdaptive.of(self._cluster, group, limits)
-        self._groups.adapt(group, adaptive)
+    def _has_own(self, name: str, group: BoardGroup) -> bool:
+        """Whether the last change of a group was made here, or one made here is on its way to the board."""
+        number = self._own_changes.get(name)
+        if number is None:
+            return False
+        if self._outbox.has(number):
+            return True
+        del self._own_changes[name]
+        if (group.writer, group.number) != (self._remote.id, number):  # somebody else was later
+            return False
+        self.requests[name] = group.request
+        return True
+
+    def _adapt(self, name: str, group: BoardGroup) -> None:
+        """Let a group adapt between the limits on the board, or keep its size."""
+        if group.adapt is not None:
+            self._groups.adapt(name, CMLAdaptive.of(self._cluster, name, group.adapt))
+        elif group.writer != self._remote.id:  # else an Adaptive of another class may scale it here
+            self._groups.adapt(name, None)
 
     def close_workers(self, names: Iterable[str]) -> None:
         """Drop workers that a user has closed, by the names of sessions or Dask workers."""
@@ -406,14 +429,32 @@ class Keeper:
         self._closed.update(names)
 
     def ask(self, group: str, **change: Any) -> None:
-        """Note for the board what a user of this process has changed, see ``GroupChange``."""
-        self._own_changes[group] = {**self._own_changes.get(group, {}), **change}
+        """Ask the board for what a user of this process wants and is carried out here, see ``GroupChange``.
+
+        The caller holds the lock of the groups.
+        """
+        self._own_changes[group] = self._outbox.add(groups={group: change}).number
         self._backoffs.pop(group, None)  # it begins anew
+
+    def note_own_changes(self) -> None:
+        """Note that the changes in the outbox, which were made during the start, are carried out here."""
+        for change in self._outbox.changes:
+            for group in change.content.get("groups", ()):
+                self._own_changes[group] = change.number
+
+    def note_changes_by_hand(self) -> None:
+        """Ask the board for what a user has changed in ``worker_spec``, as a subclass of SpecCluster may."""
+        with self._groups.changing():
+            closed, new = self._groups.take_changes_by_hand()
+            for group in {self._groups.group_of(name) for name in closed | new}:
+                if group in self._groups:
+                    self.ask(group, target=self._groups.target(group))
 
     # -- the step
 
     async def step(self) -> None:
         """Make the sessions what the spec says, as far as the platform allows it at once."""
+        self.note_changes_by_hand()
         if not self._remote.keeps:
             return
         for group in self._groups.names:
@@ -847,11 +888,10 @@ class Keeper:
         async with self._publishing:
             if not self._remote.connected:
                 return
-            own_changes, board = dict(self._own_changes), self._remote.board
-            changes = dict(own_changes)
+            board, changes = self._remote.board, {}
             for group in self._groups.names:
                 request = self.requests.get(group)
-                if group in own_changes or group not in board.groups or request is None:
+                if group in self._own_changes or group not in board.groups or request is None:
                     continue
                 target = self._groups.target(group)
                 if target != board.groups[group].target:
@@ -874,15 +914,12 @@ class Keeper:
             except CMLError as error:
                 logger.info("Board of cluster %s not written: %s", self._name, error)
                 return
+            if answer.keeper != self._remote.id:  # it has lost the lease, and the board has taken nothing
+                return
             self._published = report
             for _ in events:
                 self._events.popleft()
             self._closed.intersection_update(answer.closing)
-            for group, change in own_changes.items():
-                if self._own_changes.get(group) is change:  # a user may have changed it again meanwhile
-                    del self._own_changes[group]
-                if group in answer.groups:
-                    self.requests[group] = answer.groups[group].request
 
     # -- the end
 
@@ -931,19 +968,22 @@ class Keeper:
             **fields,
         }
 
-    def want(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Want what the last scheduler has written of the groups, because its keeper has vanished."""
-        self._cluster.worker_spec.clear()
-        board_groups = {name: BoardGroup(**group) for name, group in groups.items()}
-        self._groups.take(board_groups)
-        self._want_all(board_groups)
+    def want(self, board: BoardState) -> None:
+        """Want what the last scheduler has written, because its keeper has vanished."""
+        with self._groups.changing():
+            self._groups.drop(self._groups.workers())
+            self._groups.take(board.groups)
+            self._want_all(board.groups)
+            for name in board.closing:
+                group = self._groups.group_of(name)
+                self._groups.resize(group, max(0, self._groups.target(group) - 1), ())
 
     def _want_all(self, groups: Mapping[str, BoardGroup]) -> None:
         """Want what another keeper has left of all groups."""
         for name, group in groups.items():
             self.requests[name] = group.request
             self._groups.resize(name, group.target, ())
-            self._adapt(name, group.adapt)
+            self._adapt(name, group)
 
     async def stop_all(self, record: Record) -> None:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""

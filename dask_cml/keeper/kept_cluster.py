@@ -34,6 +34,7 @@ from dask_cml.keeper.failover import Failover, SchedulerLost
 from dask_cml.keeper.follower import Follower
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.keeper import Keeper
+from dask_cml.keeper.outbox import Change, Outbox
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options, state_directory
 from dask_cml.options.limits import check_new, limits
@@ -44,6 +45,7 @@ from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.remote import BoardState, Remote
 from dask_cml.rpc import NO_ANSWER
+from dask_cml.scheduler.board import BoardGroup
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import find_cause
@@ -124,7 +126,8 @@ class KeptCluster(SpecCluster):
         self.record: Record | None = None
         self.groups = Groups(self, options, self._api, self.place)
         self._remote = Remote(secrets.token_hex(8), options.name, counts=self.takes_lease)
-        self._role: Keeper | Follower = Follower(self, self.groups, self._remote)
+        self._outbox = Outbox(options.name, self._remote)
+        self._role: Keeper | Follower = self._make_follower()
         self._failover = Failover(self, self._remote, self._api)
         #: Whether another process created the cluster.
         self._connects = False
@@ -139,6 +142,7 @@ class KeptCluster(SpecCluster):
         self._steps: set[asyncio.Task[None]] = set()
         self._shuts_down = False
         self._writing: set[asyncio.Task[Any]] = set()
+        self._sending: asyncio.Task[None] | None = None
         self._why_not_connected: str | None = None
         #: Why the cluster has ended, if this process did not ask for it.
         self._end_words: str | None = None
@@ -313,6 +317,7 @@ class KeptCluster(SpecCluster):
         self.record = record  # to remove it if this is cancelled
         keeper = await self._make_keeper(record)
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
+        self._outbox.clear()  # the first board has what is wanted so far
         board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, self._api)
         check_new(options)  # only now it is known that no running cluster is to be connected to
@@ -320,7 +325,9 @@ class KeptCluster(SpecCluster):
             self._name_others()
         await asyncio.to_thread(self._write_files, files)
         self._set_place(replace(self.place, record=record.id, security=security))
-        self._role = keeper
+        with self.groups.changing():
+            keeper.note_own_changes()
+            self._role = keeper
         try:
             await keeper.launch(self._join, strict=True, display=not self._quiet)
         except LaunchRefused as error:
@@ -356,7 +363,10 @@ class KeptCluster(SpecCluster):
     async def _make_keeper(self, record: Record) -> Keeper:
         """Return what keeps the cluster here from now on. It gives no name that a session has had before."""
         self.groups.given(await asyncio.to_thread(store.given_names, record))
-        return Keeper(self, self.groups, self._remote, self._api, record, self._log)
+        return Keeper(self, self.groups, self._remote, self._outbox, self._api, record, self._log)
+
+    def _make_follower(self) -> Follower:
+        return Follower(self, self.groups, self._remote, self._outbox)
 
     def _begin_keeping(self, keeper: Keeper) -> None:
         """Check the sessions and adapt from now on."""
@@ -400,7 +410,7 @@ class KeptCluster(SpecCluster):
         # A subclass may have chosen other classes.
         self.scheduler_spec = {**self._scheduler_spec(), "cls": self.scheduler_spec["cls"]}
         self.new_spec = {**self.groups.spec(DEFAULT_GROUP), "cls": self.new_spec["cls"]}
-        self._role = Follower(self, self.groups, self._remote)
+        self._role = self._make_follower()
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         if why := await asyncio.to_thread(liveness.why_not_contacted, record):
@@ -523,7 +533,10 @@ class KeptCluster(SpecCluster):
         while True:
             was_connected = self._remote.connected
             try:
-                await self._take_board(await self._remote.watch())
+                board = await self._remote.watch()
+                if self._outbox.changes:
+                    self._send_soon()
+                await self._take_board(board)
                 self._why_not_connected = None
                 continue
             except (*NO_ANSWER, CMLError, ValueError) as error:
@@ -557,7 +570,7 @@ class KeptCluster(SpecCluster):
             await self._yield(self.keeper)
         if self.keeper is not None and not self._is_subscribed:
             await self._subscribe()
-        await self._role.take(board)
+        await self._role.take(self._remote.board)  # which may be newer by now
 
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on."""
@@ -567,6 +580,7 @@ class KeptCluster(SpecCluster):
         await self._subscribe()
         keeper = await self._make_keeper(record)
         async with self._lock:
+            await self._role.step()  # what was changed here is on the board then
             await keeper.succeed(record)
             self._role = keeper
         self._begin_keeping(keeper)
@@ -575,17 +589,42 @@ class KeptCluster(SpecCluster):
     async def _yield(self, keeper: Keeper) -> None:
         """Leave the cluster to another process that keeps it now, and stop nothing."""
         logger.info("Cluster %s kept by another process", self.options.name)
-        self._role = Follower(self, self.groups, self._remote, self.worker_spec)
+        keeper.note_changes_by_hand()
+        self._role = self._make_follower()
+        self._send_soon()
         await self._stop_keeping()
         async with self._lock:
             await keeper.close(writes=False)
             self._api.forget(*self._api.live)
             self.workers.clear()
-        self.groups.stop_adapting()
+        self.groups.yield_adapting()
         await self._unsubscribe()
 
-    def _write(self, **changes: Any) -> Any:
-        """Write on the board, from any thread; see :meth:`Remote.set`. In the event loop, return a task.
+    def _ask(self, group: str, **change: Any) -> None:
+        """Ask the board for a change of a group that is made here already, see ``GroupChange``.
+
+        The caller holds the lock of the groups.
+        """
+        keeper = self.keeper
+        if keeper is not None:
+            keeper.ask(group, **change)
+        else:
+            self._outbox.add(groups={group: change})
+        self._soon(self._send_soon)
+
+    def _send_soon(self) -> None:
+        """Write on the board what it does not have yet, in a task. :meth:`_follow` tries again."""
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        try:
+            await self._outbox.send()
+        except CMLError as error:
+            logger.info("Board of cluster %s not written yet: %s", self.options.name, error)
+
+    def _write(self, change: Change) -> Any:
+        """Write a change on the board, see :meth:`Outbox.wait`. In the event loop, return a task.
 
         Raises
         ------
@@ -593,24 +632,25 @@ class KeptCluster(SpecCluster):
             If the scheduler does not answer.
         """
         if not self.asynchronous:
-            self.sync(self._remote.set, **changes)
+            self.sync(self._outbox.wait, change)
             return None
-        task = asyncio.ensure_future(self._remote.set(**changes))
+        task = asyncio.ensure_future(self._outbox.wait(change))
         self._writing.add(task)
         task.add_done_callback(self._written)
         return task
 
     async def written(self) -> None:
-        """Wait until the board has what was changed in this event loop.
+        """Wait until the board has what was changed in this process.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer.
         """
+        await asyncio.gather(*self._writing)
+        await self._outbox.send()
         if self.keeper is not None:
             await self.keeper.publish()
-        await asyncio.gather(*self._writing)
 
     def _written(self, task: asyncio.Task[Any]) -> None:
         self._writing.discard(task)
@@ -652,13 +692,15 @@ class KeptCluster(SpecCluster):
 
     def stop_adapting(self, group: str) -> Any:
         """Keep a group's number of sessions. In a remote's event loop, return an awaitable."""
-        self.groups.adapt(group, None)
-        if self.keeper is not None:
-            self.keeper.ask(group, adapt=None)
-            self._soon(self.keeper.publish)
-        elif self.status == Status.running:
-            return self._write(groups={group: {"adapt": None}})
-        return None
+        with self.groups.changing():
+            self.groups.adapt(group, None)
+            if self.keeper is not None or self.status == Status.created:
+                self._ask(group, adapt=None)
+                return None
+            if self.status != Status.running:
+                return None
+            change = self._outbox.add(is_awaited=True, groups={group: {"adapt": None}})
+        return self._write(change)
 
     def _soon(self, function: Callable[[], Any]) -> None:
         """Call a function in the event loop."""
@@ -670,7 +712,7 @@ class KeptCluster(SpecCluster):
         if name in self.groups:
             raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
         group = {"options": options.group_arguments(), "target": options.n_workers}
-        await self._remote.set(groups={name: group})
+        await self._outbox.write(groups={name: group})
         await self._take_changes()
 
     async def _take_changes(self) -> None:
@@ -683,7 +725,7 @@ class KeptCluster(SpecCluster):
         if name == DEFAULT_GROUP or name not in self.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
         workers = {*self.workers_of(name)}
-        await self._remote.set(groups={name: None})
+        await self._outbox.write(groups={name: None})
         await self._take_changes()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
         while left := [worker for worker in self.workers_of(name) if worker in workers]:
@@ -760,10 +802,20 @@ class KeptCluster(SpecCluster):
     async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
         begin, last = time.monotonic(), record.scheduler
+        groups = {name: BoardGroup(**group) for name, group in last.groups.items()}
+        last_board = BoardState(revision=last.revision, groups=groups, closing=last.closing)
+        self._outbox.drop(last.writers.get(self._remote.id, 0))
         keeper = self.keeper or await self._make_keeper(record)
+        if self.keeper is not None:
+            known = self._remote.board
+            is_newer = last.number == self.place.number and last.revision > known.revision
+            newest = last_board if is_newer else known
+            if newest.groups:  # else this process has not joined that scheduler
+                await keeper.take(newest)  # what it has answered to other processes
         board = keeper.first_board(
             # If the keeper has vanished, what the lost scheduler wrote last is wanted.
             last.groups if self.keeper is None else None,
+            writers=dict(last.writers),
             hours=last.hours,
             orphan_timeout=last.orphan_timeout,
             restarts=restarts,
@@ -788,7 +840,7 @@ class KeptCluster(SpecCluster):
         self._forget_workers()
         async with self._lock:
             if self.keeper is None:
-                keeper.want(last.groups)
+                keeper.want(last_board)
             await keeper.stop_all(record)
             self._set_place(replace(self.place, number=number))
             keeper.renew()
@@ -847,7 +899,7 @@ class KeptCluster(SpecCluster):
             await self._write_last()
         self.groups.stop_adapting()
         try:
-            await cancel(self._starting, self._following)
+            await cancel(self._starting, self._following, self._sending)
             await self._stop_keeping()
             await (self._say_goodbye() if shutdown else self._hand_over())
         except Exception:  # the sessions are stopped even so
@@ -870,7 +922,7 @@ class KeptCluster(SpecCluster):
         try:
             await self.written()
         except Exception as error:  # the scheduler does not answer, or refuses a change
-            logger.info("Board of cluster %s not written at the end: %r", self.options.name, error)
+            logger.warning("Cluster %s left before its last change was written: %s", self.options.name, error)
 
     async def _say_goodbye(self) -> None:
         """Let the scheduler inform its workers and clients of its end."""
@@ -931,7 +983,7 @@ class KeptCluster(SpecCluster):
         self.workers.clear()
         self._forget_workers()
         self._remote.board = BoardState()
-        self._role = Follower(self, self.groups, self._remote)
+        self._role = self._make_follower()
         # With this status, SpecCluster._close (spec.py:438) does only its last steps.
         self.status = Status.closing_gracefully
         with contextlib.suppress(asyncio.TimeoutError):

@@ -6,7 +6,7 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -181,6 +181,10 @@ class SchedulerState:
         Time without a watcher and a client after which it closes, in seconds. None: never.
     hours : float or None
         Hours from the cluster's creation until its end. None: no limit.
+    writers : mapping of str to int
+        The numbers of the last changes of processes, by their ids.
+    closing : sequence of str
+        Workers that users have asked to close, and that the keeper has not closed yet.
     maker : Maker or None
         The process that launches it. None after it has written its file.
     activity : mapping
@@ -201,6 +205,8 @@ class SchedulerState:
     restarts: _Count = 0
     orphan_timeout: _Duration | None = None
     hours: _Duration | None = None
+    writers: Mapping[str, _Count] = field(default_factory=dict)
+    closing: Sequence[str] = field(default_factory=list)
     maker: Maker | None = None
     activity: Mapping[str, Any] = field(default_factory=dict)
     workers: Present = field(default_factory=lambda: Present())

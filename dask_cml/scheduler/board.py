@@ -49,6 +49,9 @@ class GroupChange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     request: Number | UnsetType = UNSET
 
 
+#: Maximum number of processes whose last change is remembered.
+_MOST_WRITERS = 1000
+
 #: Changes of groups by their names. None: delete the group.
 GroupChanges = Mapping[Group, GroupChange | None]
 
@@ -69,6 +72,10 @@ class BoardGroup:
         How many changes users have asked for.
     created : int
         The revision of the board at which it was added. A group that is deleted and added again has another.
+    writer : str
+        The id of the process whose user has asked for the last change. Empty: none has.
+    number : int
+        The number of that change in its process.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -76,6 +83,8 @@ class BoardGroup:
     adapt: Mapping[str, Any] | None = None
     request: int = 0
     created: int = 0
+    writer: str = ""
+    number: int = 0
 
 
 class Board:
@@ -87,11 +96,15 @@ class Board:
         The worker groups, see :class:`BoardGroup`.
     keeper : str, optional
         The id of the process that keeps the cluster at first.
+    writers : mapping of str to int, optional
+        The numbers of the last changes of processes, by their ids, from the last scheduler.
 
     Attributes
     ----------
     revision : int
         Counts the changes.
+    writers : dict of str to int
+        The numbers of the last changes of processes, by their ids.
     closing : list of str
         The names of workers that users have asked to close, until the keeper has done so.
     leaving : list of str
@@ -107,11 +120,17 @@ class Board:
     3
     """
 
-    def __init__(self, groups: Mapping[str, Mapping[str, Any]], keeper: str | None = None) -> None:
+    def __init__(
+        self,
+        groups: Mapping[str, Mapping[str, Any]],
+        keeper: str | None = None,
+        writers: Mapping[str, int] | None = None,
+    ) -> None:
         self.groups = {name: BoardGroup(**group) for name, group in groups.items()}
         self.groups.setdefault(DEFAULT_GROUP, BoardGroup())
         self.revision = 1 + max(group.created for group in self.groups.values())
         self.keeper = keeper
+        self.writers: dict[str, int] = dict(writers or {})
         self.closing: list[str] = []
         self.leaving: list[str] = []
         self.report: Mapping[str, Any] = {}
@@ -135,8 +154,28 @@ class Board:
         """Record a change."""
         self.revision += 1
 
-    def change(self, groups: GroupChanges) -> None:
+    def has(self, writer: str, number: int) -> bool:
+        """Return whether a process has written this change before."""
+        return number <= self.writers.get(writer, 0)
+
+    def note(self, writer: str, number: int) -> None:
+        """Remember the last change of a process. A process writes its changes in their order."""
+        self.writers.pop(writer, None)
+        self.writers[writer] = number
+        if len(self.writers) > _MOST_WRITERS:
+            del self.writers[next(iter(self.writers))]
+
+    def change(self, groups: GroupChanges, writer: str = "", number: int = 0) -> None:
         """Change worker groups. If one change is invalid, change nothing.
+
+        Parameters
+        ----------
+        groups : mapping
+            The changes.
+        writer : str
+            The id of the process whose user asks for them.
+        number : int
+            The number of the change in that process.
 
         Raises
         ------
@@ -150,6 +189,8 @@ class Board:
                 del self.groups[name]
             else:
                 self._change(name, change)
+                if change.request is UNSET:
+                    self.groups[name].writer, self.groups[name].number = writer, number
         self.touch()
 
     def _check(self, name: str, change: GroupChange | None) -> None:

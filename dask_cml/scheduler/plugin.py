@@ -101,7 +101,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if not self._serves_dashboard:
             logger.warning("Dashboard not linked: another program has its port %s", port)
         self._cluster, self._record = begin["cluster"], begin["record"]
-        self._board = Board(begin["groups"], begin.get("keeper"))
+        self._board = Board(begin["groups"], begin.get("keeper"), begin.get("writers"))
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
         self._keeper_until = time.monotonic() + timing.first_lease
         self._watchers = Watchers(scheduler.clients, begin.get("patience"), inside_name(self._record))
@@ -167,6 +167,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "restarts": 0 if self._tasks_done() else self._restarts,
             "closed": self._lifetime.closed,
             "groups": self._board.groups_to_json(),
+            "writers": dict(self._board.writers),
+            "closing": [*self._board.closing],
             "activity": asdict(self._activity),
             "workers": self._present(),
         }
@@ -251,8 +253,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         closing: Names | UnsetType = UNSET,
         orphan_timeout: Seconds | UnsetType | None = UNSET,
         app_url: URL | UnsetType = UNSET,
+        writer: Watcher | UnsetType = UNSET,
+        number: Number = 0,
     ) -> dict[str, Any]:
-        """Write on the board, and return it.
+        """Write on the board, and return it. A change that a process repeats changes nothing.
 
         Parameters
         ----------
@@ -265,14 +269,20 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             Time without a watcher and a client after which the scheduler closes, in seconds. None: never.
         app_url : str
             The URL of the scheduler's session.
+        writer : str
+            The id of the process whose user asks for the change.
+        number : int
+            The number of the change in that process.
 
         Raises
         ------
         ValueError
             If a value is invalid. Nothing changes then.
         """
+        if writer is not UNSET and self._board.has(writer, number):
+            return self._answer()
         if groups is not UNSET:
-            self._board.change(groups)
+            self._board.change(groups, "" if writer is UNSET else writer, number)
         if closing is not UNSET:
             self._board.close_workers(closing)
         if orphan_timeout is not UNSET:
@@ -281,6 +291,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._app_url = app_url
             if self._foreign_sockets is not None:
                 self._foreign_sockets.allow(app_url)
+        if writer is not UNSET:
+            self._board.note(writer, number)
         self._publish()
         return self._answer()
 
