@@ -21,12 +21,14 @@ DEMAND = "cml_demand"
 HELD = "cml_held"
 #: Asks what was known last of Dask workers that have left.
 LAST = "cml_last"
+#: Asks which Dask workers have left for good: their nannies do not answer either.
+ABANDONED = "cml_abandoned"
 #: Tells the scheduler that the platform is about to stop the session of some Dask workers.
 NOTICE = "cml_notice"
 #: Asks for the dashboard. After the answer ``{"status": "OK"}``, the connection carries HTTP.
 FORWARD = "cml_forward"
 
-#: The topic of the event that a Dask worker's process has ended unasked, with its exit status.
+#: The topic of the event that a Dask worker's process has ended, and that its nanny starts it again.
 EXITED = "cml-exited"
 #: The topic of the cluster's events in ``Client.get_events``.
 TOPIC = "cml"

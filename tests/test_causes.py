@@ -19,8 +19,10 @@ from distributed import Client, KilledWorker, wait
 from simulated.testing import eventually, simulated
 
 from dask_cml.options import Options
+from dask_cml.protocol import EXITED
 from dask_cml.records import store
 from dask_cml.records.usage import usage_of
+from dask_cml.scheduler.health import Health
 from dask_cml.sessions.causes import Cause, find_cause
 from dask_cml.sessions.plan import Place, plan_worker
 
@@ -289,6 +291,44 @@ async def test_why_a_nanny_has_started_its_worker_again(platform, holds, crash, 
             assert re.fullmatch(f"Cluster mine: {restarted}", log_of(cluster))
             await holds(lambda: re.search(f"problem: {restarted}\\)$", repr(cluster)))
             assert losses() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.images
+async def test_a_restart_that_a_user_asks_for_is_no_crash_and_keeps_the_session(platform, holds):
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}):  # the nanny lives
+        async with make(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+            await client.wait_for_workers(1)
+            sessions = {session.id for session in cluster.sessions}
+            for moves, restart in (3, client.restart), (5, lambda: client.restart_workers(["mine-0"])):
+                busy = client.submit(time.sleep, 600, pure=False)  # the nanny kills a process that stays
+                while busy.key not in str(await client.processing()):
+                    await asyncio.sleep(0.05)
+                await restart()
+                await holds(lambda n=moves: cluster.board.moves >= n and arrived(cluster) == 1)
+                assert not cluster.board.restarts
+            assert {session.id for session in cluster.sessions} == sessions
+            assert log_of(cluster) == ""
+
+
+@pytest.mark.parametrize(
+    ("event", "is_told"),
+    [
+        (None, False),
+        ({"status": 0, "asked": False}, False),
+        ({"status": -9, "asked": True}, False),
+        ({"status": -9, "asked": False}, True),
+        ({"status": None, "asked": False}, True),
+    ],
+)
+def test_a_user_is_told_only_of_a_restart_after_a_crash(event, is_told):
+    health = Health()
+    last = {"memory": 0, "limit": GIB, "spilled": 0, "max_spill": None, "tasks": [], "expected": False}
+    if event is not None:
+        health.note_event(EXITED, {"worker": "tcp://10.0.0.1:1234", **event})
+    health.note_left("mine-0", "tcp://10.0.0.1:1234", {**last, "noticed": False})
+    health.note_connected("mine-0", 0.0)
+    assert bool(health.restarts) == is_told
 
 
 @pytest.mark.slow

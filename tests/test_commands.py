@@ -137,7 +137,7 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     expected = ["-m", "dask", "worker", "tcp://10.0.0.1:8786"]
     expected += ["--name", f"{name}-0", "--preload", "dask_cml.worker.process"]
     expected += ["--preload-nanny", "dask_cml.worker.process", "--nworkers", "1", "--nthreads", "4"]
-    expected += ["--memory-limit", str(int(options.worker_memory * 2**30)), "--death-timeout", "90.0"]
+    expected += ["--memory-limit", str(int(options.worker_memory * 2**30)), "--death-timeout", "600.0"]
     expected += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     expected += ["--worker-class", name, "--preload", lines]
     assert arguments(plan) == expected
@@ -234,7 +234,7 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
     options = read(scheduler_timeout=0.1, pending_timeout=900, log_directory=str(folder / "logs"))
     plan = plan_worker(options, Place(cluster), "mine-0", None)
     assert f"exit status -{INTERRUPTED}" in run(plan).stderr
-    assert values(argv(plan), "--death-timeout") == ["900.1"]
+    assert values(argv(plan), "--death-timeout") == ["1500.1"]
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)

@@ -8,6 +8,7 @@ import dask
 import pytest
 from clusters import arrived, log_of, scheduler_of, simulate
 from distributed import Client, Worker
+from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
 
 PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
@@ -156,3 +157,46 @@ async def test_a_session_that_lacks_a_dask_worker_for_long_is_replaced(it):
             assert log_of(cluster).startswith(
                 "Worker mine-0 lost: a Dask worker has been gone for 15 s, but its session runs"
             )
+
+
+@pytest.mark.parametrize(("nanny", "limit"), [("answers", 40), ("is unknown", 40), ("is gone", 5)])
+@simulated
+async def test_a_dask_worker_may_be_gone_for_as_long_as_at_first_while_its_nanny_lives(it, nanny, limit):
+    def fail(names):
+        raise RuntimeError("it failed")
+
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "5s"}):
+        async with simulate(name="mine", n_workers=1, worker_timeout=40, **PROCESSES) as cluster:
+            await eventually(lambda: arrived(cluster) == 1)
+            scheduler = scheduler_of(it, cluster)
+            answers = scheduler.aliases["mine-0-0"]  # as any of Dask's servers
+            nannies = {"answers": answers, "is unknown": None, "is gone": "tcp://127.0.0.1:1"}
+            scheduler.workers[scheduler.aliases["mine-0-1"]].nanny = nannies[nanny]
+            if nanny == "is unknown":
+                scheduler.handlers["cml_abandoned"] = fail
+            await end_worker(it, cluster, "mine-0-1")
+            await eventually(lambda: dask_names(cluster) == {"mine-0-0"})
+            await asyncio.sleep(limit - 4)
+            assert {*cluster.workers} == {"mine-0"}
+            await eventually(lambda: dask_names(cluster) == {"mine-1-0", "mine-1-1"}, seconds=20.0)
+            words = f"lost: a Dask worker has been gone for {limit} s, but its session runs"
+            assert log_of(cluster).startswith(f"Worker mine-0 {words}")
+
+
+@simulated
+async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connect(it):
+    it.luck.weather = Weather(fates={"waits": 0.0})
+    it.platform.doom("waits", key="scheduler")
+    cluster = simulate(name="mine", n_workers=1, worker_timeout=10)
+    starting = asyncio.ensure_future(cluster)
+    await eventually(lambda: "mine-0" in it.platform.running)
+    await asyncio.sleep(20)
+    it.sessions.processes[it.platform.running["mine-0"]].freeze()  # the first look is earlier than the worker
+    it.luck.weather = CALM
+    await starting
+    async with cluster:
+        await asyncio.sleep(8)
+        assert {*cluster.workers} == {"mine-0"}
+        await eventually(
+            lambda: "mine-0 lost: it did not connect within 10 s" in log_of(cluster), seconds=9.0
+        )

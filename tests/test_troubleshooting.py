@@ -351,7 +351,9 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
         backoff.lost({"night-1": loss})
     health = Health()
     full = {**last, "memory": GIB, "expected": False, "noticed": False}
-    health.note_left("night-1", "tls://100.66.0.18:1234", full)
+    address = "tls://100.66.0.18:1234"
+    health.note_event("worker-restart-memory", {"worker": address, "rss": GIB})
+    health.note_left("night-1", address, full)
     health.note_connected("night-1", 0.0)
     seen += [f"Cluster night: {restart}" for restart in health.restarts]
     for spilled in 0, 8 * 10**9:

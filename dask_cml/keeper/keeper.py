@@ -121,6 +121,8 @@ class Keeper:
         self._launches: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[asyncio.Task[None], set[str]] = {}
         self._listed = -math.inf
+        #: Since when the scheduler has answered. None: it does not.
+        self._heard_since: float | None = None
         self._strays: dict[str, float] = {}
         self._next_strays = 0.0
         #: The numbers of the last changes that users of this process have asked for, by their groups. They
@@ -653,9 +655,11 @@ class Keeper:
     async def _check(self) -> None:
         self.woken.clear()
         if not self._remote.connected:
+            self._heard_since = None
             return
+        self._heard_since = self._heard_since or time.monotonic()
         try:
-            await self._replace(await self._find_losses())
+            await self._replace(await self._find_losses(self._heard_since))
             await self._find_strays()
             await self._cluster._correct_state()
             self._log_states()
@@ -692,7 +696,7 @@ class Keeper:
             f"run on.{ends} To end them now, call cluster.close(): the scheduler tells their programs to exit"
         )
 
-    async def _find_losses(self) -> dict[str, Loss]:
+    async def _find_losses(self, heard_since: float) -> dict[str, Loss]:
         now, connected = time.monotonic(), connected_names(self._cluster)
         wanted = self.wanted()
         incomplete = missing(wanted, connected)
@@ -719,7 +723,7 @@ class Keeper:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
             await drop(self._cluster, self._remote, dead)
         incomplete = missing(self.wanted(), connected_names(self._cluster) - dead)
-        return await find_losses(incomplete, self._remote)
+        return await find_losses(incomplete, self._remote, time.monotonic() - heard_since)
 
     async def _replace(self, losses: Mapping[str, Loss]) -> None:
         """Want other workers instead of lost ones. Their sessions are stopped by the next step."""
@@ -1001,4 +1005,5 @@ class Keeper:
         self._groups.renew()
         self._published = None
         self._sent_url = None
+        self._heard_since = None
         self._last_restart = 0

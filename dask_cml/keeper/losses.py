@@ -47,7 +47,7 @@ def missing(workers: Collection[CMLWorker], connected: set[str]) -> list[CMLWork
     return incomplete
 
 
-async def find_losses(workers: Collection[CMLWorker], remote: Remote) -> dict[str, Loss]:
+async def find_losses(workers: Collection[CMLWorker], remote: Remote, heard_for: float) -> dict[str, Loss]:
     """Return why workers that lack a Dask worker are lost, by their names. Other workers may still connect.
 
     Parameters
@@ -56,22 +56,28 @@ async def find_losses(workers: Collection[CMLWorker], remote: Remote) -> dict[st
         The result of :func:`missing`. Their states are those of the platform's last list.
     remote : Remote
         Asks the scheduler what it knew last of them.
+    heard_for : float
+        Time for which the scheduler has answered, in seconds. Before, no worker could connect.
     """
-    lost = [worker for worker in workers if _is_over(worker) or _is_late(worker)]
+    running = [worker for worker in workers if not _is_over(worker)]
+    late = await _find_late(running, remote, heard_for)
+    lost = [worker for worker in workers if worker not in running or worker.name in late]
     last: dict[str, Any] = {}
     if lost:
         names = [name for worker in lost for name in worker.dask_names]
         with contextlib.suppress(*NO_ANSWER, CMLError):
             last = await remote.ask(protocol.LAST, names=names)
-    losses = await _causes(lost, last)
+    losses = await _causes(lost, last, late)
     unexplained = [worker for worker in lost if worker.has_ended and losses[worker.name].is_a_guess]
     await note_reasons(unexplained)
     explained = [worker for worker in unexplained if worker.why_ended is not None]
-    return losses | await _causes(explained, last)
+    return losses | await _causes(explained, last, late)
 
 
-async def _causes(workers: Sequence[CMLWorker], last: Mapping[str, Any]) -> dict[str, Loss]:
-    causes = await asyncio.gather(*(_cause(worker, last) for worker in workers))
+async def _causes(
+    workers: Sequence[CMLWorker], last: Mapping[str, Any], late: Mapping[str, float]
+) -> dict[str, Loss]:
+    causes = await asyncio.gather(*(_cause(worker, last, late.get(worker.name)) for worker in workers))
     return {worker.name: cause for worker, cause in zip(workers, causes, strict=True)}
 
 
@@ -86,30 +92,41 @@ def _is_over(worker: CMLWorker) -> bool:
     return worker.is_unlisted and gone_for > timing.unlisted
 
 
-def _is_late(worker: CMLWorker) -> bool:
-    """Return whether the Dask workers of a session have been gone, or have not connected, for too long."""
-    if worker.gone_since is not None:
-        return time.monotonic() - worker.gone_since > _patience()
-    return worker.runs_for > worker.options.worker_timeout
+async def _find_late(workers: Collection[CMLWorker], remote: Remote, heard_for: float) -> dict[str, float]:
+    """Return the time limits of the sessions whose Dask workers have been absent for longer, by their names.
+
+    A process may take long to import its packages, also when its nanny starts it again. If its nanny does not
+    answer either, the node may have failed.
+    """
+    late, now = {}, time.monotonic()
+    without_nanny = float(parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout")))
+    gone_for = {worker: now - worker.gone_since for worker in workers if worker.gone_since is not None}
+    names = [name for worker in gone_for if gone_for[worker] > without_nanny for name in worker.dask_names]
+    abandoned: set[str] = set()
+    if names:
+        with contextlib.suppress(*NO_ANSWER, CMLError):
+            abandoned.update(await remote.ask(protocol.ABANDONED, names=names))
+    for worker in workers:
+        limit = worker.options.worker_timeout
+        if not abandoned.isdisjoint(worker.dask_names):
+            limit = without_nanny
+        if gone_for.get(worker, min(worker.runs_for, heard_for)) > limit:
+            late[worker.name] = limit
+    return late
 
 
-def _patience() -> float:
-    """Return for how long a Dask worker may be gone whose session runs, in seconds."""
-    return float(parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout")))
-
-
-async def _cause(worker: CMLWorker, last: Mapping[str, Any]) -> Loss:
+async def _cause(worker: CMLWorker, last: Mapping[str, Any], limit: float | None) -> Loss:
+    """Return why a worker is lost. If its session runs, the time limit of its Dask workers has passed."""
     if worker.has_ended and not worker.seen and await worker.name_was_taken():
         return Loss(Cause.NAME_TAKEN, "not started: another session had its name")
     gone = None
-    if not _is_over(worker):
+    if limit is not None:
         if worker.gone_since is None:
-            limit = worker.options.worker_timeout
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
         listed = (
             "and the platform no longer lists its session" if worker.is_missing else "but its session runs"
         )
-        gone = f"a Dask worker has been gone for {_patience():g} s, {listed}"
+        gone = f"a Dask worker has been gone for {limit:g} s, {listed}"
     # Of several Dask workers of a session, the worker that ran tasks counts.
     states = [last[name] for name in worker.dask_names if name in last]
     states.sort(key=lambda state: not state["tasks"])

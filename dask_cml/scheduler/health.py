@@ -25,6 +25,18 @@ _ADVICE = "give workers more memory (memory=) or fewer threads (nthreads=), or w
 
 
 @dataclass(frozen=True)
+class _Exit:
+    """How the process of a Dask worker has ended. The status is None if it was lost."""
+
+    status: int | None
+    asked: bool
+
+    @property
+    def is_crash(self) -> bool:
+        return self.status != 0 and not self.asked
+
+
+@dataclass(frozen=True)
 class Restart:
     """A Dask worker that its nanny has started again in its session.
 
@@ -63,8 +75,8 @@ class Health:
         self._last: dict[str, dict[str, Any]] = {}
         #: The memory with which a nanny has ended a worker, by the worker's address.
         self._ended_with: dict[str, int] = {}
-        #: The exit status of a worker's process, by the worker's name.
-        self._exited: dict[str, int] = {}
+        #: How a worker's process has ended that its nanny starts again, by its address.
+        self._exits: dict[str, _Exit] = {}
         self._paused_since: dict[str, float] = {}
         self._restarted_at = 0.0
 
@@ -74,8 +86,8 @@ class Health:
             self._ended_with[str(content.get("worker"))] = int(content.get("rss") or 0)
             _bound(self._ended_with)
         if topic == EXITED and isinstance(content, dict):
-            self._exited[str(content.get("worker"))] = int(content.get("status") or 0)
-            _bound(self._exited)
+            self._exits[str(content.get("worker"))] = _Exit(content.get("status"), bool(content.get("asked")))
+            _bound(self._exits)
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
         """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
@@ -91,17 +103,20 @@ class Health:
         return {**last, "memory": max(last["memory"], self._ended_with.get(last["address"], 0))}
 
     def note_connected(self, name: str, now: float) -> None:
-        """Note a Dask worker that has connected. If it was here before, its nanny has started it again."""
+        """Note a Dask worker that has connected. If it was here before, its nanny has started it again.
+
+        Users are told of a crash. A restart that somebody asked for, as by ``Client.restart``, is none.
+        """
         last = self.last(name)
         if last is None:
             return
         del self._last[name]
-        self._ended_with.pop(last["address"], None)
-        status = self._exited.pop(name, None)
-        if last["expected"] or last["noticed"]:
+        was_full = self._ended_with.pop(last["address"], None) is not None
+        exit = self._exits.pop(last["address"], _Exit(0, asked=True))
+        if last["expected"] or last["noticed"] or not (was_full or exit.is_crash):
             return
         loss = find_cause(
-            last, [], connected=True, noticed=False, closed=False, said="", gone=_ENDED, status=status
+            last, [], connected=True, noticed=False, closed=False, said="", gone=_ENDED, status=exit.status
         )
         words = loss.words
         if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED):

@@ -17,7 +17,7 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
     -------
     dict
         ``memory`` and ``limit`` of its process, ``spilled`` bytes and the most that it may spill, the
-        ``tasks`` that it ran, and whether its end was ``expected``.
+        ``tasks`` that it ran, whether its end was ``expected``, and the address of its ``nanny``, if any.
     """
     events = [event for _, event in scheduler.get_events(worker.address)]
     removals = [event for event in events if event.get("action") == "remove-worker"]
@@ -30,4 +30,5 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
         "max_spill": extra.get("max_spill"),
         "tasks": [str(key)[:_LONGEST] for key in [*removal.get("processing-tasks", ())][:_MOST_TASKS]],
         "expected": bool(removal.get("expected")),
+        "nanny": worker.nanny,
     }

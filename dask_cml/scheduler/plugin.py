@@ -23,10 +23,11 @@ from msgspec import UNSET, UnsetType
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
-from dask_cml.cancellation import cancel, wait_until_set
+from dask_cml.cancellation import cancel, wait_until_set, within
 from dask_cml.handshake import limit_handshakes
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler import dashboard
 from dask_cml.scheduler.activity import Activity, Work
 from dask_cml.scheduler.balance import balance, unload_full_workers
@@ -118,6 +119,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.DEMAND: self.demand,
             protocol.HELD: self.held,
             protocol.LAST: self.last,
+            protocol.ABANDONED: self.abandoned,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
@@ -384,6 +386,25 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
         known = {name: self._health.last(name) for name in names}
         return {name: last for name, last in known.items() if last is not None}
+
+    @checked
+    async def abandoned(self, names: Names) -> list[str]:
+        """Return the Dask workers that are not connected, and that no nanny is about to start again."""
+        aliases = self._scheduler.aliases  # of the connected workers
+        absent = [name for name in names if name not in aliases]
+        have_nannies = await asyncio.gather(*map(self._has_nanny, absent))
+        return [name for name, has in zip(absent, have_nannies, strict=True) if not (has or name in aliases)]
+
+    async def _has_nanny(self, name: str) -> bool:
+        """Return whether the nanny of a Dask worker that has left answers."""
+        nanny = (self._health.last(name) or {}).get("nanny")
+        if nanny is None:
+            return False
+        try:
+            await within(timing.answer / 2, self._scheduler.rpc(nanny).identity())
+        except NO_ANSWER:
+            return False
+        return True
 
     @checked
     def notice(self, names: Names) -> None:

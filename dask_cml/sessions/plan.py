@@ -170,11 +170,11 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
         "memory": int(options.memory * 2**30),
         "scratch": int(options.scratch * 2**30),
     }
-    patience = options.scheduler_timeout
+    timeout = options.worker_timeout
     arguments: list[str] = []
     if address is None:
-        patience += options.pending_timeout  # the program's timeout includes the time until the file exists
-        file = scheduler_file(place.number)
+        file, patience = scheduler_file(place.number), options.pending_timeout + options.scheduler_timeout
+        timeout += patience  # the program's timeout includes the time until the file exists
         arguments += ["--scheduler-file", str(place.folder / file)]
         session |= {"timeout": patience, "answer_timeout": options.scheduler_timeout}
     else:
@@ -189,7 +189,7 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
         arguments += ["--nworkers", str(options.processes)]
         env |= _gpus(options)
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
-    arguments += ["--memory-limit", str(share), "--death-timeout", str(patience)]
+    arguments += ["--memory-limit", str(share), "--death-timeout", str(timeout)]
     # Without a dashboard, a worker still serves health and metrics by plain HTTP, on all interfaces by
     # default.
     arguments += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]

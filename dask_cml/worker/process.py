@@ -25,7 +25,7 @@ import psutil
 from dask.utils import parse_bytes
 from distributed.comm.core import FatalCommClosedError
 from distributed.core import Status
-from distributed.nanny import Nanny
+from distributed.nanny import Nanny, WorkerProcess
 from distributed.process import AsyncProcess
 from distributed.worker import Worker
 
@@ -43,6 +43,7 @@ _NOTICE_TIMEOUT = 20.0
 _RETRY = 0.5
 #: The exit status of a process whose status was lost (distributed/process.py:255).
 _UNKNOWN = 255
+_mark_stopped = WorkerProcess.mark_stopped
 _fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
@@ -125,11 +126,23 @@ def _report_exits(nanny: Nanny) -> None:
     on_exit = nanny._on_worker_exit_sync  # nanny.py:511
 
     def report(status: int) -> None:
-        if nanny.status == Status.running and status != _UNKNOWN:
-            nanny.log_event(EXITED, {"worker": str(nanny.name), "status": status})
+        if nanny.status == Status.running:
+            known = None if status == _UNKNOWN else status
+            asked = getattr(nanny.process, "asked", False)
+            nanny.log_event(EXITED, {"worker": nanny.worker_address, "status": known, "asked": asked})
         on_exit(status)
 
     nanny._on_worker_exit_sync = report  # type: ignore[method-assign]
+    WorkerProcess.mark_stopped = _note_whether_asked  # type: ignore[method-assign]
+
+
+def _note_whether_asked(process: Any) -> None:
+    """Note whether somebody has asked for the end of a worker's process, as ``Client.restart`` does.
+
+    The nanny kills a process that takes long to end, so its exit status does not say it.
+    """
+    process.asked = process.status == Status.stopping
+    _mark_stopped(process)
 
 
 async def _tell() -> None:
