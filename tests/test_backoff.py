@@ -88,6 +88,18 @@ def test_a_refusal_is_reported_once_and_retried_later(backoff, lines, clock):
     assert backoff.words is None
 
 
+def test_a_refusal_after_a_failure_is_the_problem_until_the_next_failure(backoff):
+    backoff.failed("it ended", 1)
+    backoff.refused(3, 5, "quota")
+    assert backoff.words == "3 of 5 workers launched: quota"
+    backoff.failed("it ended", 1)
+    assert backoff.words == "it ended"
+    for _ in range(3):
+        backoff.failed("it ended", 1)
+    backoff.refused(3, 5, "quota")
+    assert "no new workers after 5 failures" in backoff.words
+
+
 def test_nothing_more_is_launched_while_sessions_have_waited_long_for_room(backoff):
     assert backoff.affordable(9, 4, [1.0]) == 9
     assert backoff.affordable(9, 4, [1.0, 61.0]) == 4

@@ -16,13 +16,14 @@ import dask
 import pytest
 from click.shell_completion import BashComplete, ShellComplete
 from click.testing import CliRunner
-from clusters import arrived, limits, sessions, target, write_record
+from clusters import arrived, limits, sessions, simulate, target, write_record
 from ports import free_port
 from schedulers import prepare, scheduler_in
+from simulated.testing import simulated
 from terminals import STEERING, in_a_terminal
 from testbed import faults
 
-from dask_cml import CMLCluster, cli
+from dask_cml import CMLCluster, CMLError, cli
 from dask_cml.cli import change, console, show
 from dask_cml.observers import ObservedCluster
 from dask_cml.options import Options, state_directory
@@ -190,6 +191,20 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     assert "1 of 3 workers launched" in error
     assert "exceeded quota" in error
     run("delete", "--all")
+
+
+@simulated
+async def test_scale_fails_with_the_reason_of_a_refusal_but_not_with_that_of_an_earlier_one(it):
+    with dask.config.set({"cml.quota-retry": "1h"}):
+        async with simulate(name="lab") as cluster:
+            it.platform.configure({"sessions": 2})
+            for _ in range(2):
+                with pytest.raises(CMLError, match=r"^the cluster lab has 1 of 3 workers launched: .*quota"):
+                    await change.scale.callback("lab", 3, "default", 600.0)
+            assert target(cluster) == 3
+            it.platform.configure()
+            await change.scale.callback("lab", 3, "default", 600.0)
+            assert arrived(cluster) == 3
 
 
 def test_delete_notes_a_reason_in_the_history():

@@ -13,7 +13,7 @@ import time
 
 import dask
 import pytest
-from clusters import lines_of, log_of, make, simulate, target
+from clusters import arrived, lines_of, log_of, make, rebuild, simulate, target
 from distributed import Client
 from simulated.faults import HTTPError, JSONDecodeError, Mishap
 from simulated.testing import eventually, simulated
@@ -87,14 +87,53 @@ async def test_a_refused_worker_is_reported_and_launched_when_the_quota_allows_i
         it.platform.configure({"sessions": 2})
         ask(cluster, mode, 2)
         await eventually(lambda: "exceeded quota" in log_of(cluster))
-        await eventually(lambda: complete(cluster, 1))
+        await eventually(lambda: arrived(cluster) == 1)
+        assert "1 of 2 workers launched: " in repr(cluster)
         assert "exceeded quota" in repr(cluster)
         assert "exceeded quota" in cluster._repr_html_()
-        it.platform.configure({"sessions": 3})
         if mode != "adapt":
-            cluster.scale(2)
+            assert (target(cluster), cluster.n_pending) == (2, 1)
+        it.platform.configure({"sessions": 3})
         await eventually(lambda: complete(cluster, 2))
         assert log_of(cluster).count("exceeded quota") == 1
+        await eventually(lambda: cluster.problem is None)
+
+
+@simulated
+async def test_a_replacement_that_is_refused_is_tried_again_and_the_target_stays(it):
+    with dask.config.set({"cml.quota-retry": "20s"}):
+        async with simulate(n_workers=3) as cluster, rebuild(cluster.name) as remote:
+            await eventually(lambda: complete(cluster, 3))
+            it.platform.configure({"sessions": 2})
+            for session in [session.id for session in cluster.sessions if session.role == "worker"][:2]:
+                it.platform.evict(session)
+            await eventually(lambda: cluster.problem and "1 of 3 workers launched" in cluster.problem)
+            await eventually(lambda: remote.problem == cluster.problem)
+            assert target(cluster) == target(remote) == 3
+            assert cluster.n_pending == 2
+            asked = it.platform.count("launch_workers")
+            await asyncio.sleep(70.0)
+            assert 2 <= it.platform.count("launch_workers") - asked <= 4
+            assert log_of(cluster).count("launched 1 of 3 workers") == 1
+            it.platform.configure({"sessions": 3})
+            await eventually(lambda: cluster.problem and "2 of 3 workers launched" in cluster.problem)
+            it.platform.configure()
+            await eventually(lambda: complete(cluster, 3))
+            await eventually(lambda: cluster.problem is remote.problem is None)
+
+
+@simulated
+async def test_a_users_scale_is_tried_at_once_after_a_refusal(it):
+    with dask.config.set({"cml.quota-retry": "1h"}):
+        async with simulate() as cluster:
+            it.platform.configure({"sessions": 2})
+            cluster.scale(3)
+            await eventually(lambda: "launched 1 of 3 workers" in log_of(cluster))
+            it.platform.configure()
+            await asyncio.sleep(60.0)
+            assert arrived(cluster) == 1
+            cluster.scale(3)
+            await eventually(lambda: complete(cluster, 3), seconds=30.0)
 
 
 @modes
@@ -363,10 +402,11 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(it):
 
 @simulated
 async def test_an_exhausted_quota_refuses_few_of_a_hundred_launches(it):
-    async with simulate() as cluster:
-        it.platform.configure({"sessions": 3})
-        cluster.scale(100)
-        await eventually(lambda: complete(cluster, 2))
-        assert target(cluster) == 2
-        assert it.platform.count("launch_workers") <= 3 + dask.config.get("cml.api.threads")
-        assert log_of(cluster).count("launched 2 of 100 workers") == 1
+    with dask.config.set({"cml.quota-retry": "1h"}):
+        async with simulate() as cluster:
+            it.platform.configure({"sessions": 3})
+            cluster.scale(100)
+            await eventually(lambda: arrived(cluster) == 2)
+            assert target(cluster) == 100
+            assert it.platform.count("launch_workers") <= 3 + dask.config.get("cml.api.threads")
+            assert log_of(cluster).count("launched 2 of 100 workers") == 1

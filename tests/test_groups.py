@@ -198,8 +198,9 @@ async def test_the_quota_of_one_group_is_not_that_of_another(it):
         await eventually(lambda: words in (cluster.problem or "") and words in (remote.problem or ""))
         cluster.scale(2)
         await eventually(lambda: remote.worker_groups["default"].n_arrived == 2)
-        assert [group.n_workers for group in cluster.worker_groups.values()] == [2, 1]
-        await eventually(lambda: [group.n_workers for group in remote.worker_groups.values()] == [2, 1])
+        for process in cluster, remote:
+            groups = process.worker_groups.values()
+            assert [(group.n_arrived, group.n_workers) for group in groups] == [(2, 2), (1, 3)]
         assert "Group gpu of cluster mine launched 1 of 3 workers" in log_of(cluster)
 
 

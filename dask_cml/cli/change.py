@@ -137,7 +137,8 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
     Raises
     ------
     CMLError
-        If the cluster shuts down, gives up, is scaled by another process, or takes longer.
+        If the cluster shuts down, gives up, is scaled by another process, or takes longer, or if the platform
+        refuses some workers.
     """
     from distributed.core import Status
 
@@ -153,9 +154,9 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
         target = cluster.target(group)
         if target != n:
-            if problem:
-                raise CMLError(f"the cluster {name} has {problem}")
             raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
+        if group in cluster.shortages:
+            raise CMLError(f"the cluster {name} has {cluster.shortages[group]}")
         if group in cluster.gave_up:
             raise CMLError(f"the cluster {name} launches {cluster.gave_up[group]}")
         if time.monotonic() > deadline:

@@ -55,13 +55,14 @@ class Backoff:
         #: How many sessions the platform launched when it refused one last, and when.
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
-        self._shortage: str | None = None
+        #: Why the platform has launched only some of the requested sessions.
+        self.shortage: str | None = None
         self._logged_limit = False
 
     @property
     def words(self) -> str | None:
         """The problem: failures until a worker connects, or a refusal until more sessions are launched."""
-        return self._failure or self._shortage
+        return self._failure or self.shortage
 
     @property
     def gave_up(self) -> bool:
@@ -132,17 +133,19 @@ class Backoff:
             self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
 
     def refused(self, granted: int, requested: int, reason: str) -> None:
-        """Record that the platform launched only some of the requested sessions."""
+        """Record that the platform launched only `granted` of the requested sessions."""
         is_known = self._ceiling is not None and self._ceiling[0] == granted
         self._ceiling = (granted, time.monotonic())
-        self._shortage = f"{granted} of {requested} workers launched: {reason}"
+        self.shortage = f"{granted} of {requested} workers launched: {reason}"
+        if not self.gave_up:  # the last word counts
+            self._failure = None
         if not is_known:
             self._log(f"{self._name} launched {granted} of {requested} workers: {reason}")
 
     def granted(self, n: int) -> None:
         """Record that the platform has launched `n` sessions in total."""
         if self._ceiling is None or n > self._ceiling[0]:
-            self._shortage = self._ceiling = None
+            self.shortage = self._ceiling = None
 
     def limited(self, n: int, fit: int, limit: str) -> None:
         """Record that only `fit` of `n` sessions fit into a limit of the site."""
@@ -150,11 +153,21 @@ class Backoff:
             self._log(f"{self._name} adapts to {fit} of {n} workers, because {describe(limit)}")
         self._logged_limit = True
 
-    def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
-        """Return how many of `n` sessions to ask for, given how many the platform launched lately.
+    @property
+    def ceiling(self) -> float:
+        """How many sessions to have at most: as many as the platform launched when it refused one last.
 
-        After ``cml.quota-retry``, ask for one more than were launched. If sessions have been queued for
-        longer than ``cml.quota-retry``, ask for no more than exist.
+        After ``cml.quota-retry``, it is one more. Infinite if the platform has not refused any since.
+        """
+        if self._ceiling is None:
+            return math.inf
+        granted, since = self._ceiling
+        return granted + 1 if time.monotonic() - since > self._quota_pause else granted
+
+    def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
+        """Return how many of `n` sessions to ask for: no more than :attr:`ceiling`.
+
+        If sessions have been queued for longer than ``cml.quota-retry``, ask for no more than exist.
 
         Parameters
         ----------
@@ -167,12 +180,7 @@ class Backoff:
         """
         if any(waited > self._quota_pause for waited in waits):
             n = min(n, wanted)
-        if self._ceiling is None:
-            return n
-        granted, since = self._ceiling
-        if time.monotonic() - since > self._quota_pause:
-            granted += 1
-        return min(n, granted)
+        return int(min(n, self.ceiling))
 
 
 def _and_more(n: int) -> str:

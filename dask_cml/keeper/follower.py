@@ -84,6 +84,16 @@ class Follower:
         return self._report.gave_up
 
     @property
+    def shortages(self) -> Mapping[str, str]:
+        """Why the platform has launched only some workers of some groups, since users scaled them last."""
+        groups, requests = self._remote.board.groups, self._report.requests
+        return {
+            group: words
+            for group, words in self._report.shortages.items()
+            if group in groups and requests.get(group, 0) >= groups[group].request
+        }
+
+    @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
         return self._report.problem

@@ -226,6 +226,12 @@ class Keeper:
         return reasons
 
     @property
+    def shortages(self) -> dict[str, str]:
+        """Why the platform has launched only some workers of some groups."""
+        backoffs = {group: self.backoff(group) for group in self._groups.names}
+        return {group: backoff.shortage for group, backoff in backoffs.items() if backoff.shortage}
+
+    @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
         return self._outage or self._failures or self._retirements.words or self._unrunnable or None
@@ -532,13 +538,18 @@ class Keeper:
             self.woken.set()
 
     async def _launch_missing(self, may_launch: Callable[[], bool]) -> None:
-        """Launch the wanted workers that have no session, unless their group pauses after failures.
+        """Launch the wanted workers that have no session, as far as their groups' backoffs allow it.
 
         A task launches them, so that a call that hangs blocks nothing else. Wait some seconds for it.
         """
         known = self._cluster.workers.keys() | self._launches.keys()
-        names = [name for name in self._groups.workers() if name not in known]
-        ready = [name for name in names if not self.backoff(self._groups.group_of(name)).pause]
+        ready: list[str] = []
+        for group in self._groups.names:
+            backoff, names = self.backoff(group), self._groups.workers(group)
+            missing = [name for name in names if name not in known]
+            if missing and not backoff.pause:
+                room = backoff.ceiling - (len(names) - len(missing))
+                ready += missing[: int(max(0, min(room, len(missing))))]
         if not ready:
             return
         task = asyncio.create_task(self._launch_together(ready, may_launch))
@@ -616,10 +627,11 @@ class Keeper:
         backoff, failures = self.backoff(group), [*errors.values()]
         refusal = next((error for error in failures if isinstance(error, LaunchRefused)), None)
         if refusal is not None:
-            requested = len(self._groups.workers(group))
-            # SpecCluster._correct_state_internal (spec.py:390) keeps what was refused as if it ran.
-            self._groups.drop(name for name in names if name not in self._cluster.workers)
-            backoff.refused(len(self._groups.workers(group)), requested, refusal.reason)
+            workers = self._groups.workers(group)
+            launched = [name for name in workers if name in self._cluster.workers]
+            if self._groups.adapts(group):  # it decides again how many to ask for
+                self._groups.drop(name for name in names if name not in self._cluster.workers)
+            backoff.refused(len(launched), len(workers), refusal.reason)
         elif failures and not isinstance(failures[0], CallFailed):
             backoff.failed(str(failures[0]), len(failures), began)
         elif not failures:
@@ -906,6 +918,8 @@ class Keeper:
                 wanted=self._groups.workers(),
                 problem=self.problem,
                 gave_up=self.gave_up,
+                shortages=self.shortages,
+                requests={**self.requests},
                 staying=self.staying,
             ).to_json()
             events = [*self._events]

@@ -783,6 +783,11 @@ class KeptCluster(SpecCluster):
         return self._role.gave_up
 
     @property
+    def shortages(self) -> Mapping[str, str]:
+        """Why the platform has launched only some workers of some groups."""
+        return self._role.shortages
+
+    @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
         if self.status == Status.running and not self._remote.connected and self._why_not_connected:

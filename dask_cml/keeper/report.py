@@ -27,6 +27,10 @@ class Report:
         The keeper's problem, as a clause.
     gave_up : mapping of str to str
         Why the keeper launches no more workers of some groups.
+    shortages : mapping of str to str
+        Why the platform has launched only some workers of some groups.
+    requests : mapping of str to int
+        How many changes of each group users have asked for, as far as they are carried out.
     staying : sequence of str
         Workers that cannot be stopped now, because no other worker can take their data.
     """
@@ -35,6 +39,8 @@ class Report:
     sessions: Sequence[Mapping[str, Any]] = ()
     problem: str | None = None
     gave_up: Mapping[str, str] = field(default_factory=dict)
+    shortages: Mapping[str, str] = field(default_factory=dict)
+    requests: Mapping[str, int] = field(default_factory=dict)
     staying: Sequence[str] = ()
 
     @classmethod
