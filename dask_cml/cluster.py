@@ -44,7 +44,7 @@ from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions import tls
 from dask_cml.sessions.plan import plan_worker
 from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.timing import timing
 from dask_cml.words import first_line, printable
 
@@ -808,7 +808,7 @@ class CMLCluster(KeptCluster):
         if not isinstance(workers, bool):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
-        logs = SessionLogs(self.options.name, self.place.folder, self.options.log_directory)
+        logs = SessionLogs(self.options.name, log_folder(self.place.folder, self.options.log_directory))
         if self.status == Status.closed and self.record is not None and not self.options.log_directory:
             logs = kept_logs(self.record)
         launched = [session.name for session in self.sessions if session.role == "worker"]

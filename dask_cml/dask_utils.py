@@ -26,6 +26,7 @@ from distributed.utils import LoopRunner
 from dask_cml.cancellation import gather_or_cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
+from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
 from dask_cml.rpc import NO_ANSWER
@@ -265,6 +266,7 @@ def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awaitable[
     try:
         make_folder(folder.parent)
         make_folder(folder)
+        make_folder(folder / LOGS_FOLDER)
         # In a thread, because the caller, such as a notebook, may be in an event loop itself.
         result = LoopRunner().run_sync(start, api, Place(folder))
     except BaseException:  # also Ctrl-C

@@ -12,8 +12,9 @@ import re
 RECORD_FILE = "record.json"
 #: The folder in the state directory for what remains of ended clusters. No cluster can have this name.
 HISTORY_FOLDER = ".history"
-#: The files of sessions, and the names that sessions have taken.
-SESSIONS_FOLDER, STARTED_FOLDER = "sessions", "started"
+#: The folders with the files of sessions, the names that sessions have taken, and their logs. Only these grow
+#: with the number of sessions: sessions and schedulers list the cluster's own folder again and again.
+SESSIONS_FOLDER, STARTED_FOLDER, LOGS_FOLDER = "sessions", "started", "logs"
 #: The name of the scheduler's session in these files. The other names are those of worker sessions.
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.

@@ -25,6 +25,7 @@ from testbed import faults
 
 from dask_cml import CMLCluster, CMLError, cli
 from dask_cml.cli import change, console, show
+from dask_cml.layout import LOGS_FOLDER
 from dask_cml.observers import ObservedCluster
 from dask_cml.options import Options, state_directory
 from dask_cml.records import operations, store
@@ -374,7 +375,7 @@ def write_log():
     add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-2"))
 
     def write(session, text, mode="a"):
-        with (state_directory() / "left" / f"{session}.log").open(mode) as file:
+        with (state_directory() / "left" / LOGS_FOLDER / f"{session}.log").open(mode) as file:
             file.write(text)
 
     write("left-scheduler", "Scheduler at\n")
@@ -398,7 +399,7 @@ def test_control_characters_of_other_processes_do_not_reach_a_terminal(platform)
     options = {"platform": "local", "cpu": "many"}
     record = Record("a", maker=replace(NOBODY, host=STEERING, user=STEERING), options=options)
     folder = write_record(record)
-    (folder / "a-0.log").write_text(f"{STEERING}\n50%\r100%\n")
+    (folder / LOGS_FOLDER / "a-0.log").write_text(f"{STEERING}\n50%\r100%\n")
     for arguments in ["list"], ["info", "a"], ["logs", "a"], ["scale", f"b{STEERING}", "1"]:
         status, output = in_a_terminal(command(*arguments))
         assert status == (arguments[0] == "scale")  # no cluster has this name

@@ -20,6 +20,7 @@ from distributed.security import Security
 from dask_cml.layout import (
     ALLOCATION_LIMIT,
     CLIENT_NAME,
+    LOGS_FOLDER,
     RECORD_FILE,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
@@ -62,6 +63,7 @@ def folder(request, tmp_path):
     """The cluster's folder."""
     folder = tmp_path / request.param
     folder.mkdir()
+    (folder / LOGS_FOLDER).mkdir()
     return folder
 
 
@@ -141,7 +143,7 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     expected += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     expected += ["--worker-class", name, "--preload", lines]
     assert arguments(plan) == expected
-    assert plan.log == folder / f"{name}-0.log"
+    assert plan.log == folder / LOGS_FOLDER / f"{name}-0.log"
     logged = plan.log.read_bytes()
     assert b"registered\n" in logged
     assert b"not UTF-8: \xff\n" in logged
@@ -162,7 +164,7 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
     expected += ["--idle-timeout", "3600.0 seconds", "--preload", PRELOAD, "--preload", name]
     expected += ["--dashboard-address", "127.0.0.1:8100"]
     assert arguments(plan) == expected
-    assert plan.log == folder / f"{name}-scheduler.log"
+    assert plan.log == folder / LOGS_FOLDER / f"{name}-scheduler.log"
 
 
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
@@ -285,7 +287,7 @@ def test_a_worker_that_waits_for_its_scheduler_ends_with_the_cluster(program, ru
 
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
-    log = folder / "mine-0.log"
+    log = folder / LOGS_FOLDER / "mine-0.log"
     log.symlink_to("/dev/full")  # every write fails for lack of space
     program(f"print('x' * 10**6, flush=True); os.unlink({str(log)!r}); print('there is space')")
     done = run(plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786"))

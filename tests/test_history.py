@@ -31,7 +31,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import cli
 from dask_cml.errors import CMLError
-from dask_cml.layout import RECORD_FILE
+from dask_cml.layout import LOGS_FOLDER, RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import history, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
@@ -536,7 +536,7 @@ async def test_the_history_says_that_a_task_failed_because_workers_died(locally,
 def logged(name, size, ago=0.0):
     """Write the record of a dead cluster whose scheduler has written a log, and remember it."""
     record = dead_record(name)
-    (record.folder / f"{name}-scheduler.log").write_bytes(b"x" * size)
+    (record.folder / LOGS_FOLDER / f"{name}-scheduler.log").write_bytes(b"x" * size)
     history.remember(record)
     store.remove(record)
     for path in (state_directory() / ".history").glob(f"{record.id}*"):

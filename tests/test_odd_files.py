@@ -17,7 +17,7 @@ from clusters import new_record, sign_of, write_record
 
 from dask_cml import cli, doctor
 from dask_cml.errors import CMLError
-from dask_cml.layout import HISTORY_FOLDER, RECORD_FILE, SESSIONS_FOLDER, scheduler_file
+from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER, RECORD_FILE, SESSIONS_FOLDER, scheduler_file
 from dask_cml.private_files import make_folder, write_file
 from dask_cml.records import store
 from dask_cml.records.history import EndedCluster, ended_clusters
@@ -39,7 +39,7 @@ def lab(platform, monkeypatch):
     options = {"platform": "local"}
     record = new_record("lab", maker=gone, scheduler=scheduler, security=keys, options=options)
     folder = write_record(record)
-    (folder / "lab-scheduler.log").write_text("hello\n")
+    (folder / LOGS_FOLDER / "lab-scheduler.log").write_text("hello\n")
     os.utime(sign_of("lab"), (1, 1))
     make_folder(folder.parent / HISTORY_FOLDER)
     write_ended(folder, ENDED, name="night")
@@ -142,7 +142,7 @@ def a_pipe_in_place_of_a_key(lab):
 
 
 def a_pipe_in_place_of_a_log(lab):
-    pipe(copied(lab) / "b-scheduler.log")
+    pipe(copied(lab) / LOGS_FOLDER / "b-scheduler.log")
 
 
 def a_file_of_the_history_whose_name_is_no_utf8(lab):

@@ -49,6 +49,7 @@ from dask_cml import CMLCluster
 from dask_cml.cancellation import cancel
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.errors import CMLError
+from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
@@ -1013,7 +1014,7 @@ def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform,
 def test_a_pipe_in_place_of_a_log_does_not_delay_the_shutdown(local_clusters, tmp_path):
     with PageServer(tmp_path) as page:
         page.create("night")
-        path = state_directory() / "night" / "night-7.log"
+        path = state_directory() / "night" / LOGS_FOLDER / "night-7.log"
         os.mkfifo(path)
         answer = page.ask("GET", "api/clusters/night/logs?session=night-7")
         assert answer == (503, {"error": f"cannot read the log {path}: it is not a regular file"})

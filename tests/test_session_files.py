@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from clusters import LAUNCHED, WANTED, end, launch, new_record
+from clusters import LAUNCHED, WANTED, arrived, end, launch, new_record, simulate
+from simulated.testing import eventually, simulated
 
 from dask_cml.layout import SESSIONS_FOLDER
 from dask_cml.options import SessionSize
 from dask_cml.records.store import claim, read, remove, write_sessions
+from dask_cml.sessions import entry
 from dask_cml.sessions.entry import Launch, file_name, form, parse
 
 
@@ -160,3 +163,102 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
     assert calls.count("listdir") + calls.count("scandir") == 2  # the cluster's folder and the sessions'
     assert len(calls) < 25
     assert len(os.listdir(folder / SESSIONS_FOLDER)) == 1000
+
+
+# -- clusters with very many sessions
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Count what is done with the names of the sessions' files."""
+    calls = {"listed": 0, "parsed": 0}
+
+    def count(what, function):
+        def counted(*arguments):
+            calls[what] += 1
+            return function(*arguments)
+
+        return counted
+
+    monkeypatch.setattr(entry, "read_fact", count("parsed", entry.read_fact))
+    listing = SimpleNamespace(**{**vars(os), "listdir": count("listed", os.listdir)})
+    monkeypatch.setattr(entry, "os", listing)
+    return calls
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The real clock, set by hand."""
+    clock = SimpleNamespace(now=1000.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(entry, "time", clock)
+    return clock
+
+
+def test_a_name_is_parsed_once(state, counted):
+    record = new_record("a")
+    claim(record, WANTED)
+    ids = [f"session-{i}" for i in range(1000)]
+    launch(record, *ids)
+    end(record, *ids[:-1])
+    assert len(read("a").ended) == 999
+    counted["parsed"] = 0
+    for _ in range(3):
+        assert len(read("a").ended) == 999
+    assert counted["parsed"] == 0
+    launch(record, "session-new")
+    end(record, ids[-1])
+    again = read("a")
+    assert (again.sessions, len(again.ended)) == ({"session-new": "a-0"}, 1000)
+    assert counted["parsed"] == 3  # the files of the two sessions
+
+
+def test_a_folder_that_does_not_change_is_listed_once(state, counted, clock):
+    record = new_record("a")
+    claim(record, WANTED)
+    launch(record, "session-1")
+    for _ in range(5):
+        read("a")
+        clock.now += 10.0
+    assert counted["listed"] == 2  # once more when the folder's time cannot come again
+    launch(record, "session-2")
+    assert len(read("a").sessions) == 2
+
+
+def test_two_changes_at_one_time_of_the_folder_are_both_seen(state, clock):
+    """The time of a folder has a resolution of up to a second."""
+    record = new_record("a")
+    claim(record, WANTED)
+    folder = record.folder / SESSIONS_FOLDER
+    launch(record, "session-1")
+    changed = folder.stat().st_mtime_ns
+    assert len(read("a").sessions) == 1
+    launch(record, "session-2")
+    os.utime(folder, ns=(changed, changed))
+    clock.now += 10.0
+    assert len(read("a").sessions) == 2
+
+
+def test_another_cluster_of_the_same_name_has_its_own_sessions(state):
+    first = new_record("a")
+    claim(first, WANTED)
+    launch(first, "session-1", "session-2")
+    end(first, "session-2")
+    assert read("a").sessions == {"session-1": "a-0"}
+    assert remove(first) == {"session-1": "a-0"}
+    second = new_record("a")
+    claim(second, WANTED)
+    launch(second, "session-3")
+    assert (read("a").sessions, read("a").ended) == ({"session-3": "a-0"}, {})
+
+
+@simulated
+async def test_a_clusters_own_folder_does_not_grow_with_its_sessions(it):
+    """Sessions and the scheduler list it again and again."""
+    async with simulate(name="a", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        before = names_in(cluster.place.folder)
+        cluster.scale(5)
+        await eventually(lambda: arrived(cluster) == 5)
+        assert names_in(cluster.place.folder) == before
+        logs = {plan.log.parent for plan in (worker.plan for worker in cluster.workers.values())}
+        assert logs == {cluster.place.folder / "logs"}

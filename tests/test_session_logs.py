@@ -13,7 +13,7 @@ from terminals import STEERING
 from dask_cml import wrapper
 from dask_cml.errors import CMLError
 from dask_cml.sessions import session_logs
-from dask_cml.sessions.session_logs import SessionLogs, Warnings, last_lines, log_path
+from dask_cml.sessions.session_logs import SessionLogs, Warnings, last_lines, log_folder, log_path
 from dask_cml.words import printable
 from dask_cml.wrapper import Log
 
@@ -35,7 +35,7 @@ def test_a_clusters_logs_are_listed_in_the_order_of_launch(tmp_path, name):
         (directory / name / f"{name}-{number}.log").touch()
     for other in f"{name}-0.log.1", f"other-{name}-0.log", "axb+(c)-0.log":
         (directory / name / other).touch()
-    paths = SessionLogs(name, tmp_path / name, str(directory)).paths()
+    paths = SessionLogs(name, log_folder(tmp_path / name, str(directory))).paths()
     assert [*paths] == ["Scheduler", f"{name}-0", f"{name}-2", f"{name}-10"]
     assert [path.name for path in paths.values()] == [f"{name}-{i}.log" for i in ("scheduler", 0, 2, 10)]
 

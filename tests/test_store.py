@@ -24,6 +24,7 @@ from clusters import LAUNCHED, WANTED, end, launch, new_record, write_record, wr
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
+    LOGS_FOLDER,
     RECORD_FILE,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
@@ -36,7 +37,7 @@ from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.store import find_again, read, records, remove
 from dask_cml.sessions.entry import Launch
 
-FILES = sorted([RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER, board_file(0)])
+FILES = sorted([RECORD_FILE, LOGS_FOLDER, SESSIONS_FOLDER, STARTED_FOLDER, board_file(0)])
 
 
 def claim(record):

@@ -52,7 +52,7 @@ from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import Session
-from dask_cml.sessions.session_logs import OWN, log_path
+from dask_cml.sessions.session_logs import OWN, log_folder, log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.words import first_line, format_duration, printable_lines
@@ -343,8 +343,8 @@ class KeptCluster(SpecCluster):
     def _write_files(self, files: Mapping[Any, str]) -> None:
         tls.write(files)
         if self.options.log_directory is not None:
-            log = log_path(self.options.name, self.place.folder, self.options.log_directory)
-            log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            logs = log_folder(self.place.folder, self.options.log_directory)
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _name_others(self) -> None:
         """Name the user's other clusters in this process. A cell that runs again may have left them."""

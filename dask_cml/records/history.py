@@ -36,7 +36,7 @@ from dask_cml.private_files import (
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
-from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.timing import timing
 from dask_cml.validation import validate
 from dask_cml.words import first_line, printable
@@ -166,7 +166,7 @@ class EndedCluster:
         """Return what is left of its logs."""
         directory = state_directory()
         if self.log_directory:
-            return SessionLogs(self.name, directory / self.name, self.log_directory)
+            return SessionLogs(self.name, log_folder(directory / self.name, self.log_directory))
         return _logs_in(directory, self.name, self.id)
 
     @property
@@ -260,7 +260,7 @@ def _logs_in(directory: Path, cluster: str, record_id: str) -> SessionLogs:
 def _keep_logs(record: Record, folder: Path) -> None:
     """Move the logs of a cluster whose folder is about to be removed. Keep only the end of a large log."""
     most = _most_bytes_of_logs()
-    paths = [*SessionLogs(record.name, record.folder).paths().values()]
+    paths = [*SessionLogs(record.name, log_folder(record.folder, None)).paths().values()]
     # The first logs are those of the cluster and its scheduler. Each file takes the file server some time.
     paths = paths[:2] + paths[2:][-_MOST_LOGS:]
     if not most or not paths:

@@ -18,7 +18,7 @@ from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.here import this_user
-from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = get_logger(__name__)
@@ -201,7 +201,7 @@ async def ended_clusters() -> list[history.EndedCluster]:
 
 def session_logs(record: Record) -> SessionLogs:
     """Return the logs of a cluster's sessions."""
-    return SessionLogs(record.name, record.folder, record.options.get("log_directory"))
+    return SessionLogs(record.name, log_folder(record.folder, record.options.get("log_directory")))
 
 
 async def end_all(

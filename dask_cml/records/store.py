@@ -26,6 +26,7 @@ from urllib.parse import unquote
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
+    LOGS_FOLDER,
     RECORD_FILE,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
@@ -82,7 +83,7 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     temporary = directory / f".claim-{secrets.token_hex(8)}"
     make_folder(temporary)
     try:
-        for name in (SESSIONS_FOLDER, STARTED_FOLDER):
+        for name in (SESSIONS_FOLDER, STARTED_FOLDER, LOGS_FOLDER):
             make_folder(temporary / name)
         write_file(temporary / RECORD_FILE, _encoded(record.to_json(), record.name))
         write_file(temporary / board_file(0), _encoded(json.dumps(board), record.name))
@@ -293,8 +294,8 @@ def remove(record: Record) -> dict[str, str] | None:
         return None
     sessions: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        launches = read_entries(aside, record.name)
-        sessions = {session: launch.key for session, launch in launches.items() if launch.ended is None}
+        live = read_entries(aside, record.name).live
+        sessions = {session: launch.key for session, launch in live.items()}
     shutil.rmtree(aside, ignore_errors=True)  # a session may write its log meanwhile
     sweep(record.folder.parent)
     return sessions
@@ -356,8 +357,8 @@ def _read(folder: Path) -> Record | None:
     return replace(
         record,
         folder=folder,
-        launches={session: launch for session, launch in sessions.items() if launch.ended is None},
-        ended={session: launch for session, launch in sessions.items() if launch.ended is not None},
+        launches=sessions.live,
+        ended=sessions.ended,
         scheduler=_read_scheduler(folder, names) or record.scheduler,
     )
 

@@ -10,7 +10,7 @@ What is known later are files of their own: ``<id>,waits``, ``<id>,began,<time>`
 
 Each operation creates one file, and none is ever changed, moved or removed. So all processes of a cluster
 write at once without a lock, and a reader that lists the folder once misses no session, even if a writer
-dies.
+dies. A process that reads again parses only new names, because a cluster may have tens of thousands.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+import time
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from dask_cml.checks import is_session_id
@@ -34,8 +34,10 @@ _TIME = "[1-9][0-9]{0,11}"
 _NUMBER = "[0-9.e+-]+"
 _SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
 _NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?,", re.ASCII)
-_FACT = re.compile(rf"([^,]+),(?:waits|began,({_TIME})|ended,({_TIME}),([a-z-]*))", re.ASCII)
+_FACT = re.compile(rf"[^,]+,(?:waits|began,({_TIME})|ended,({_TIME}),([a-z-]*))", re.ASCII)
 _CLUSTER = "@"
+#: Seconds of real time after which a folder that changes has another time, whatever its file system.
+_RESOLUTION = 2.0
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,6 @@ def form(key: str, cluster: str, size: SessionSize | None) -> str:
     return f"{{id}},{quoted},{{owner}},{{launched}},{text},"
 
 
-# Files of ended sessions stay, and processes read all of them again and again.
-@lru_cache(maxsize=2**16)
 def parse(name: str, cluster: str) -> Launch:
     """Return the session that a file's name describes. The inverse of :func:`file_name`.
 
@@ -144,21 +144,66 @@ def fact(session_id: str, what: str, *details: object) -> str:
     return ",".join([session_id, what, *map(str, details)])
 
 
-def read_fact(name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return a session's id, and the fields of :class:`Launch` that a file adds. None for other files."""
+def read_fact(name: str) -> dict[str, Any] | None:
+    """Return the fields of :class:`Launch` that a file adds. Return None for other files."""
     match = _FACT.fullmatch(name)
     if match is None:
         return None
-    session_id, began, ended, cause = match.groups()
+    began, ended, cause = match.groups()
     if ended:
-        return session_id, {"ended": int(ended), "cause": cause.replace("-", " ")}
+        return {"ended": int(ended), "cause": cause.replace("-", " ")}
     if began:
-        return session_id, {"waits": False, "began": int(began)}
-    return session_id, {"waits": True}
+        return {"waits": False, "began": int(began)}
+    return {"waits": True}
 
 
-def read_entries(folder: Path, cluster: str) -> dict[str, Launch]:
-    """Return the sessions of a cluster, the oldest first. Ignore files that describe none; warn once.
+class Entries(NamedTuple):
+    """The sessions of a cluster by their ids. Nobody changes the mappings: all readers share them.
+
+    Parameters
+    ----------
+    live : mapping of str to Launch
+        The running and queued sessions, the oldest first.
+    ended : mapping of str to Launch
+        The sessions that have ended.
+    """
+
+    live: Mapping[str, Launch]
+    ended: Mapping[str, Launch]
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """A folder of sessions' files as it was read last.
+
+    Parameters
+    ----------
+    stamp : tuple
+        The folder's identity and time.
+    since, at : float
+        The real times when this stamp was seen first, and when the folder was listed last.
+    names : set of str
+        The names of its files.
+    by_session : mapping of str to tuple of str
+        The names of its files by their sessions.
+    entries : Entries
+        The sessions that they describe.
+    """
+
+    stamp: tuple[int, ...] = ()
+    since: float = 0.0
+    at: float = 0.0
+    names: Set[str] = frozenset()
+    by_session: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    entries: Entries = field(default_factory=lambda: Entries({}, {}))
+
+
+#: What this process has read, by folder and cluster. A listing never changes, so threads need no lock.
+_listings: dict[tuple[Path, str], _Listing] = {}
+
+
+def read_entries(folder: Path, cluster: str) -> Entries:
+    """Return the sessions of a cluster. Ignore files that describe none; warn once.
 
     Parameters
     ----------
@@ -178,26 +223,79 @@ def read_entries(folder: Path, cluster: str) -> dict[str, Launch]:
     if sessions_folder.is_symlink():
         raise ValueError(f"{SESSIONS_FOLDER} in its folder is a symbolic link")
     check_folder(sessions_folder)
-    names = os.listdir(sessions_folder)
+    key = sessions_folder, cluster
+    known = _listings.get(key)
+    if known is None:
+        known = _Listing()
+        for other in [*_listings]:
+            if not other[0].exists():  # its cluster has ended
+                _listings.pop(other, None)
+    stamp, now = _stamp(sessions_folder), time.perf_counter()
+    is_unchanged = stamp == known.stamp
+    # Two changes may have one time. So it must have been listed when a change would have had another time.
+    if is_unchanged and known.at - known.since >= _RESOLUTION:
+        return known.entries
+    names = {*os.listdir(sessions_folder)}
+    since = known.since if is_unchanged else now
+    if not known.names <= names:  # another cluster had this path
+        known = _Listing()
+    # NFS uses a name with a dot for a file that was removed while it was open.
+    new = {name for name in names - known.names if not name.startswith(".")}
+    known = replace(known, stamp=stamp, since=since, at=now)
+    _listings[key] = known = _with_new(known, new, sessions_folder, cluster) if new else known
+    return known.entries
+
+
+def _stamp(folder: Path) -> tuple[int, ...]:
+    """Return a folder's identity and time. NFS asks its server for them when the folder is opened."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        about = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return about.st_dev, about.st_ino, about.st_mtime_ns
+
+
+def _with_new(known: _Listing, new: Set[str], folder: Path, cluster: str) -> _Listing:
+    """Return a listing with new names."""
+    by_session = {**known.by_session}
+    for name in new:
+        session = _session_of(name)
+        by_session[session] = (*by_session.get(session, ()), name)
+    read = (_read_session(by_session[session], folder, cluster) for session in {*map(_session_of, new)})
+    changed = sorted((launch for launch in read if launch is not None), key=_order)
+    live = {**known.entries.live, **{launch.id: launch for launch in changed}}
+    entries = Entries(
+        {launch.id: launch for launch in sorted(live.values(), key=_order) if launch.ended is None},
+        {**known.entries.ended, **{launch.id: launch for launch in changed if launch.ended is not None}},
+    )
+    return replace(known, names=known.names | new, by_session=by_session, entries=entries)
+
+
+def _session_of(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def _order(launch: Launch) -> tuple[int, int, str, str]:
+    """Return what sorts sessions by their age."""
+    return launch.launched, len(launch.key), launch.key, launch.id
+
+
+def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | None:
+    """Return the session that the names of its files describe. Return None if they describe none."""
     launches = []
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, Any] = {}
     # In this order, the end of a wait counts more than the wait, and the first of two times.
     for name in sorted(names, reverse=True):
-        fact = read_fact(name)
-        if fact is not None:
-            session, fields = fact
-            facts.setdefault(session, {}).update(fields)
-        elif not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
-            try:
-                launches.append(parse(name, cluster))
-            except ValueError:
-                where = f"{name!a} in {folder / SESSIONS_FOLDER}"
-                report_ignored(where, "it is not the name of a session's file")
-    launches.sort(key=lambda launch: (launch.launched, len(launch.key), launch.key, launch.id))
-    sessions: dict[str, Launch] = {}
-    for launch in launches:
-        sessions.setdefault(launch.id, replace(launch, **facts.get(launch.id, {})))
-    return sessions
+        fields = read_fact(name)
+        if fields is not None:
+            facts |= fields
+            continue
+        try:
+            launches.append(parse(name, cluster))
+        except ValueError:
+            report_ignored(f"{name!a} in {folder}", "it is not the name of a session's file")
+    return replace(min(launches, key=_order), **facts) if launches else None
 
 
 def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Path) -> None:
@@ -223,9 +321,12 @@ def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Pa
     check_folder(sessions)
     names = [file_name(launch, folder.name) for launch in launched]
     if facts:
-        # Some sessions were never in the record, such as the engines of refused launches.
-        known = {name.partition(",")[0] for name in (*os.listdir(sessions), *names)}
-        names += [name for name in facts if name.partition(",")[0] in known]
+        entries, new = read_entries(folder, folder.name), {*map(_session_of, names)}
+        for name in facts:
+            session = _session_of(name)
+            # Some sessions were never in the record, such as the engines of refused launches.
+            if session in new or session in entries.live or session in entries.ended:
+                names.append(name)
     for name in names:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

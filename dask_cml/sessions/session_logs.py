@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dask_cml.errors import CMLError
+from dask_cml.layout import LOGS_FOLDER
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.private_files import NotPrivate, open_regular
 from dask_cml.words import printable
@@ -33,19 +34,22 @@ _WARNINGS = ("WARNING", "ERROR", "CRITICAL")
 _PART, _END = 2**16, 2**13
 
 
-def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
-    """Return the path of a session's log. A `log_directory` has one folder for each cluster.
+def log_folder(folder: Path, log_directory: str | None) -> Path:
+    """Return the folder of a cluster's logs. A `log_directory` has one folder for each cluster.
 
     Parameters
     ----------
-    session : str
-        The session's name.
     folder : Path
         The cluster's folder.
     log_directory : str or None
         The cluster's option `log_directory`.
     """
-    return (Path(log_directory, folder.name) if log_directory else folder) / (session + _SUFFIX)
+    return Path(log_directory, folder.name) if log_directory else folder / LOGS_FOLDER
+
+
+def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
+    """Return the path of the log of a session with this name, see :func:`log_folder`."""
+    return log_folder(folder, log_directory) / (session + _SUFFIX)
 
 
 def last_lines(log: Path, n: int) -> str:
@@ -103,14 +107,12 @@ class SessionLogs:
     cluster : str
         The cluster's name.
     folder : Path
-        The cluster's folder.
-    log_directory : str, optional
-        The cluster's option `log_directory`.
+        The folder of its logs, see :func:`log_folder`.
     """
 
-    def __init__(self, cluster: str, folder: Path, log_directory: str | None = None) -> None:
-        self._own = log_path(OWN, folder, log_directory)
-        self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
+    def __init__(self, cluster: str, folder: Path) -> None:
+        self._own = folder / (OWN + _SUFFIX)
+        self._scheduler = folder / f"{cluster}-scheduler{_SUFFIX}"
         self._cluster = cluster
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
