@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -887,6 +888,17 @@ class CMLCluster(KeptCluster):
         }
         stand_in = type(type(self).__name__, (), shown)()
         return str(Cluster._repr_html_(stand_in, cluster_status=(cluster_status or "") + rows))
+
+    def _scaling_status(self) -> str:
+        # Cluster._scaling_status (cluster.py:367) looks at an object that only the process has that adapts.
+        adaptive = SimpleNamespace(periodic_callback=self.limits() is not None)
+        shown = {
+            "_adaptive": adaptive,
+            "scheduler_info": self.scheduler_info,
+            "worker_spec": self.worker_spec,
+        }
+        stand_in: Any = SimpleNamespace(**shown)
+        return str(Cluster._scaling_status(stand_in))
 
     def _widget(self) -> Any:
         # Cluster._widget (cluster.py:391) writes its HTML again and again, which would close a list in it.

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import distributed
 import pytest
-from clusters import arrived, scheduler_of, simulate, target
+from clusters import arrived, rebuild, scheduler_of, simulate, target
 from distributed import Client, SpecCluster
 from distributed.core import Status
 from distributed.deploy.cluster import Cluster
@@ -406,6 +406,11 @@ async def test_the_widget_shows_the_mode_and_the_workers(it):
         assert "1 / 3" in cluster._scaling_status()
         cluster.adapt(3, 3)
         await eventually(lambda: "Adaptive" in cluster._scaling_status())
+        async with rebuild(cluster.options.name) as remote:
+            assert "Adaptive" in remote._scaling_status()
+            await cluster.scale(2)
+            await eventually(lambda: "Manual" in remote._scaling_status())
+            assert "Manual" in cluster._scaling_status()
 
 
 # -- start and end
