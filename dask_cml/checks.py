@@ -37,8 +37,8 @@ _GROUP_LENGTH = 40
 #: The options of Dask's programs after which other words may follow.
 _PRELOADS = ("--preload", "--preload-nanny")
 _SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
-#: Without quotes and brackets of HTML, because Dask's templates do not escape links.
-WEB_LINK = re.compile(r"https?://[A-Za-z0-9._~:/?#@!$&()*+,;=%\[\]-]+")
+#: Without quotes and brackets of HTML, because Dask's templates do not escape links, and not too long.
+WEB_LINK = re.compile(r"https?://[A-Za-z0-9._~:/?#@!$&()*+,;=%\[\]-]{1,1990}")
 
 
 def is_session_id(value: object) -> TypeGuard[str]:

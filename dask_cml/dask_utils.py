@@ -181,6 +181,8 @@ def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
 def get_dashboard_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     """Return the URL of a scheduler's dashboard, for users who are logged in to the platform.
 
+    Return an empty text if the platform gives the session no URL.
+
     Parameters
     ----------
     dask_scheduler : list of dict
@@ -192,7 +194,8 @@ def get_dashboard_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     >>> get_dashboard_url([{"app_url": "https://abcdefgh12345678.example.com/"}])
     'https://abcdefgh12345678.example.com/status'
     """
-    return f"{dask_scheduler[0]['app_url'].rstrip('/')}/status"
+    url = dask_scheduler[0].get("app_url")
+    return f"{url.rstrip('/')}/status" if url else ""
 
 
 def run_dask_workers(

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from clusters import arrived, rebuild, simulate, target
+from distributed.scheduler import WorkerState
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError
@@ -67,3 +68,32 @@ async def test_a_cluster_that_is_shut_down_while_it_is_entered_says_so(it):
         with pytest.raises(CMLError, match="not connected: cluster mine is closed"):
             async with remote:
                 pytest.fail("it was entered")
+
+
+@simulated
+async def test_a_worker_whose_memory_limit_is_no_number_spoils_no_view(it, monkeypatch):
+    def identity(worker):
+        return {**of_dask(worker), "memory_limit": None}
+
+    of_dask = WorkerState.identity
+    monkeypatch.setattr(WorkerState, "identity", identity)
+    async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as remote:
+        for n in 1, 2:  # at first, and as news
+            await cluster.scale(n)
+            await eventually(lambda n=n: arrived(cluster) == arrived(remote) == n)
+            for shown in cluster, remote:
+                assert f"workers={n}, threads={n}" in repr(shown)
+                assert "Total memory" in shown._repr_html_()
+                # So does the sidebar.
+                assert sum(worker["memory_limit"] for worker in shown.scheduler_info["workers"].values()) == 0
+
+
+@simulated
+async def test_an_odd_url_of_a_session_is_named_once_and_keeps_no_report_from_the_board(it, caplog):
+    async with simulate(name="lab") as cluster, rebuild("lab") as remote:
+        it.platform.set(cluster.sessions[0].id, app_url="javascript:alert(1)")
+        await cluster.scale(1)
+        await eventually(lambda: [session.name for session in remote.sessions][1:] == ["lab-0"])
+        await eventually(lambda: "running" in remote.sessions[1].status)
+        assert remote.sessions[0].app_url is None
+        assert caplog.text.count("app_url='javascript:alert(1)'") == 1

@@ -14,6 +14,7 @@ from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import connected_names
 from dask_cml.remote import BoardState, Remote
 from dask_cml.sessions.session import Session
+from dask_cml.validation import with_numbers
 
 if TYPE_CHECKING:
     from distributed.deploy.spec import SpecCluster
@@ -127,7 +128,9 @@ class Follower:
         pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
         if board.moves != self._moves and time.monotonic() - self._read_workers_at > pause:
             self._read_workers_at = time.monotonic()
-            self._cluster.scheduler_info = SchedulerInfo(await self._remote.ask("identity"))
+            identity = await self._remote.ask("identity")
+            identity["workers"] = with_numbers(identity["workers"])
+            self._cluster.scheduler_info = SchedulerInfo(identity)
             self._moves = board.moves
 
     def forget_workers(self) -> None:

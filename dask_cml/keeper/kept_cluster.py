@@ -55,6 +55,7 @@ from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import OWN, log_folder, log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
+from dask_cml.validation import with_numbers
 from dask_cml.words import first_line, format_duration, printable_lines
 from dask_cml.wrapper import Log
 
@@ -499,6 +500,8 @@ class KeptCluster(SpecCluster):
 
     async def _start_dask(self) -> None:
         await super(SpecCluster, self)._start()
+        workers = with_numbers(self.scheduler_info["workers"])
+        self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": workers})
         self._note_running()  # Cluster._start says so of an object that is closing, too
 
     async def _unsubscribe(self) -> None:
@@ -515,7 +518,10 @@ class KeptCluster(SpecCluster):
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
         # and keeps its spec. The keeper finds out why a session's worker is gone, and replaces it.
-        names = [str(info["name"]) for info in msg["workers"].values()] if op == "add" else []
+        names = []
+        if op == "add":
+            msg = {**msg, "workers": with_numbers(msg["workers"])}
+            names = [str(info["name"]) for info in msg["workers"].values()]
         gone = self.scheduler_info["workers"].get(msg) if op == "remove" else None
         if gone is not None and not isinstance(self.workers.get(gone["name"]), (CMLWorker, type(None))):
             super()._update_worker_status(op, msg)  # of a subclass

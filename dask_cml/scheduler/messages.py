@@ -22,7 +22,7 @@ from dask_cml.validation import validate
 Text = Annotated[str, Meta(min_length=1, max_length=300)]
 Group = Annotated[str, Meta(max_length=300, pattern=rf"\A{GROUP_NAME.pattern}\Z")]
 Watcher = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,64}\Z")]
-URL = Annotated[str, Meta(max_length=2000, pattern=rf"\A{WEB_LINK.pattern}\Z")]
+URL = Annotated[str, Meta(pattern=rf"\A{WEB_LINK.pattern}\Z")]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=MOST_SESSIONS)]
 #: Less than ten years.

@@ -53,7 +53,7 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
         "n_workers": sum(group.n_workers for group in groups),
         "n_arrived": sum(group.n_arrived for group in groups),
         "threads": sum(worker["nthreads"] for worker in workers),
-        "memory": sum(worker["memory_limit"] or 0 for worker in workers),
+        "memory": sum(worker["memory_limit"] for worker in workers),
         "kept": cluster.shutdown_on_close,
         "tasks_done": board.tasks_done,
         "most_age": board.most_age or None,

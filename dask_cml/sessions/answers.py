@@ -10,10 +10,13 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
-from dask_cml.checks import is_session_id
+from dask_cml.checks import is_session_id, web_link
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.output import Logger
 from dask_cml.sessions.here import this_owner
 from dask_cml.words import printable, printable_lines, shortened
+
+logger = Logger(__name__)
 
 #: The platform's information on a session.
 SessionInfo = Mapping[str, Any]
@@ -37,6 +40,8 @@ _FEWER = (
 _UNAUTHORIZED = re.compile(r"\bunauthori[sz]ed\b", re.IGNORECASE)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
+#: The URLs of sessions that are no links, which were logged.
+_odd_urls: set[str] = set()
 
 
 class WrongAnswer(CMLError):
@@ -135,11 +140,21 @@ def is_pending(session: SessionInfo) -> bool:
     return session.get("status") in _PENDING
 
 
-def _with_status(session: SessionInfo) -> SessionInfo:
-    """Return a session with the documented status: newer releases also write ``ENGINE_RUNNING``."""
-    if "status" not in session:
-        return session
-    return {**session, "status": printable(str(session["status"]).lower().removeprefix("engine_"))}
+def _read(session: SessionInfo) -> SessionInfo:
+    """Return a session with the documented status, and with no URL that is no link.
+
+    Newer releases also write ``ENGINE_RUNNING``.
+    """
+    read = dict(session)
+    if "status" in session:
+        read["status"] = printable(str(session["status"]).lower().removeprefix("engine_"))
+    url = session.get("app_url")
+    if url and web_link(url) is None:
+        read["app_url"] = None
+        if repr(url) not in _odd_urls:
+            _odd_urls.add(repr(url))
+            logger.warning("Session without a link to its page: app_url=%s", shortened(repr(url), _LONGEST))
+    return read
 
 
 def time_of(session: SessionInfo, field: str) -> datetime | None:
@@ -161,7 +176,7 @@ def listed(answer: Any) -> list[SessionInfo]:
     """
     if not isinstance(answer, list) or not all(isinstance(session, Mapping) for session in answer):
         raise _wrong(answer)
-    return [_with_status(session) for session in answer if is_session_id(session.get("id"))]
+    return [_read(session) for session in answer if is_session_id(session.get("id"))]
 
 
 def launched(answer: Any) -> SessionInfo:
@@ -175,7 +190,7 @@ def launched(answer: Any) -> SessionInfo:
     session = answer[0] if isinstance(answer, list) and answer else answer
     if not isinstance(session, Mapping) or not (session.get("id") or _is_refusal(session)):
         raise _wrong(session)
-    return _with_status(session)
+    return _read(session)
 
 
 def refusal(name: str, answer: SessionInfo) -> LaunchRefused:
