@@ -248,6 +248,9 @@ class Episode:
             process = processes[running[i % len(running)]]
             process.start(connect_in_a_task(process, kind))
 
+    def _wait(self) -> None:
+        """Do nothing: other things go on."""
+
     def _weather(self, name: str) -> None:
         self.world.luck.weather = WEATHERS[name]
 

@@ -113,6 +113,8 @@ class _Writer:
             self.steps |= MORE[name]
         self.crashes: dict[str, Crash] = {}
         self.commands = 0
+        #: Seconds that the last of the lasting steps takes.
+        self.lasts = 0.0
 
     def write(self, seed: object) -> Schedule:
         chance = self.chance
@@ -135,6 +137,8 @@ class _Writer:
         for _ in range(chance.randint(3, 12)):
             [step] = chance.choices([*self.steps], [*self.steps.values()])
             steps.append(self.step(step))
+            if step in _LASTING and chance.random() < 0.7:  # to its end
+                steps.append(Step(chance.uniform(0.5, 1.2) * self.lasts, "world", "wait"))
         [ending] = chance.choices([*ENDINGS], [*ENDINGS.values()])
         return Schedule(
             seed=seed,
@@ -217,8 +221,9 @@ class _Writer:
         return ()
 
     def seconds(self, most: float) -> float:
-        """Return for how long something lasts: within a time limit of the product, around it, or longer."""
-        return self.chance.choice([self.chance.uniform(5, 30), self.chance.uniform(5, most)])
+        """Return for how long something lasts: within the time limits of the product, or longer."""
+        self.lasts = self.chance.choice([self.chance.uniform(5, 30), self.chance.uniform(5, most)])
+        return self.lasts
 
 
 #: What may happen, and how often.
@@ -257,15 +262,17 @@ _STEPS = {
 }
 #: What may happen, too, by the names with which it is switched on.
 MORE: dict[str, dict[str, float]] = {
-    "pauses": {"pause": 3.0},
-    "busy": {"pause scheduler": 1.5},
-    "outages": {"cut off": 3.0},
-    "tasks": {"connect in a task": 2.0},
-    "by hand": {"add_by_hand": 2.0},
+    "pauses": {"pause": 6.0},
+    "busy": {"pause scheduler": 4.0},
+    "outages": {"cut off": 6.0},
+    "tasks": {"connect in a task": 5.0},
+    "by hand": {"add_by_hand": 5.0},
     "names": {},
-    "groups": {"renew_group": 2.0},
+    "groups": {"renew_group": 4.0},
     "page": {"open page": 5.0, "delete in page": 0.3},
 }
+#: Steps that take their time.
+_LASTING = ("pause", "pause scheduler", "cut off")
 _ACTORS = {
     **dict.fromkeys(("scale", "adapt", "add_group", "delete_group", "remove"), "user"),
     **dict.fromkeys(("add_by_hand", "renew_group"), "user"),
