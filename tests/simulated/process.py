@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -229,13 +230,17 @@ class SimulatedProcess:
     def forget(self) -> None:
         """Let go of what the process was about to do. Call this when the loop is closed."""
         self._started.clear()
-        while self._stopped:
-            coroutine = self._stopped.pop().coroutine
-            for _ in range(20):
-                # In `finally`, it may wait once more.
-                with contextlib.suppress(BaseException):
-                    self._context.copy().run(coroutine.close)
-                    break
+        with warnings.catch_warnings():  # of what it begins in `finally`, and never awaits
+            warnings.simplefilter("ignore", RuntimeWarning)
+            while self._stopped:
+                self._close(self._stopped.pop().coroutine)
+
+    def _close(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        for _ in range(20):
+            # In `finally`, it may wait once more.
+            with contextlib.suppress(BaseException):
+                self._context.copy().run(coroutine.close)
+                break
 
 
 class _Guarded(Coroutine[Any, Any, Any]):
