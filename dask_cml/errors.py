@@ -138,6 +138,13 @@ class NoSuchCluster(CMLError, LookupError):
         self.known = known
 
 
+def reason_of(error: BaseException) -> str:
+    """Return an error as words for users: an error of the operating system names its file first."""
+    if isinstance(error, OSError) and not isinstance(error, CMLError) and error.strerror:
+        return error.strerror if error.filename is None else f"cannot use {error.filename}: {error.strerror}"
+    return str(error)
+
+
 def without_frames(error: _Error) -> _Error:
     """Return an error without its frames so far, for ``raise … from None``.
 

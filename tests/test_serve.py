@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email
+import errno
 import functools
 import inspect
 import json
@@ -58,6 +59,7 @@ from dask_cml.serve import views
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.serve.servers import Dashboards, make_application, serve, serve_dashboards
+from dask_cml.sessions.session_logs import SessionLogs
 
 SECRET = "correct-horse-battery"
 
@@ -336,6 +338,58 @@ async def test_a_refused_cluster_leaves_no_session_and_the_answer_is_the_reason_
     assert "exceeded quota" in answer.json["error"]
     assert (await server.get("/api/clusters"))["clusters"] == []
     it.platform.configure()
+
+
+def full(path="/home/cdsw/.dask-cml/night"):
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+@pytest.mark.parametrize("path", ["/api/clusters", "/api/form"])
+@on_page
+async def test_a_cluster_that_finds_no_room_in_the_home_folder_is_refused_with_the_reason(
+    server, monkeypatch, caplog, path
+):
+    def claim(*_):
+        raise full()
+
+    monkeypatch.setattr(store, "claim", claim)
+    answer = await server.post(path, name="night")
+    words = "cannot use /home/cdsw/.dask-cml/night: No space left on device"
+    assert (answer.status, answer.json) == (503, {"error": words})
+    assert (await server.get("/api/clusters"))["clusters"] == []
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/clusters/night", "/clusters/night", "/api/clusters/night/logs", "/api/history", "/history"]
+)
+@on_page
+async def test_a_file_that_cannot_be_read_is_an_answer_with_the_reason(server, monkeypatch, caplog, path):
+    def read(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/home/cdsw/.dask-cml")
+
+    await server.post("/api/clusters", name="night")
+    await server.until("night", running)
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionLogs, "paths", read)
+        patch.setattr(clusters_module, "ended_clusters", read)
+        answer = await server.ask("GET", path)
+    assert answer.status == 503
+    assert "cannot use /home/cdsw/.dask-cml: Input/output error" in answer.text
+    assert "Traceback" not in caplog.text
+    await server.ask("DELETE", "/api/clusters/night")
+
+
+@on_page
+async def test_a_log_that_vanishes_while_it_is_read_is_an_answer_with_the_reason(server, monkeypatch):
+    await server.post("/api/clusters", name="night")
+    await server.until("night", running)
+    gone = state_directory() / "night" / LOGS_FOLDER / "night-0.log"
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionLogs, "paths", lambda _: {"night-0": gone})
+        answer = await server.ask("GET", "/api/clusters/night/logs?session=night-0")
+    assert (answer.status, answer.json["error"]) == (503, f"cannot use {gone}: No such file or directory")
+    await server.ask("DELETE", "/api/clusters/night")
 
 
 @on_page

@@ -13,7 +13,7 @@ from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
 from dask_cml.dashboard.http_server import HostGuard
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, reason_of
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.sessions.here import SERVED_PORTS, this_session, this_user
@@ -34,6 +34,7 @@ _STATUS: dict[type[BaseException], int] = {
     CMLError: 503,
     TypeError: 400,
     ValueError: 400,
+    OSError: 503,
 }
 
 
@@ -113,6 +114,14 @@ def bearer(request: HTTPServerRequest) -> str | None:
     return header[len(_BEARER) :] if header.startswith(_BEARER) else None
 
 
+def is_expected(error: BaseException | None) -> bool:
+    """Return whether the user is to know the reason of an error, and not the log."""
+    if isinstance(error, OSError) and not isinstance(error, CMLError):
+        # A file of a record or a log: the home folder may be full, and a file may vanish while it is read.
+        return error.errno is not None
+    return isinstance(error, tuple(_STATUS))
+
+
 class Handler(RequestHandler):
     """Answers requests of users, and refuses requests from other origins."""
 
@@ -156,14 +165,14 @@ class Handler(RequestHandler):
         if isinstance(error, HTTPError):
             # Tornado keeps the message as a format for logs.
             message = (error.log_message or message) % error.args
-        elif isinstance(error, tuple(_STATUS)):
+        elif is_expected(error):
             self.set_status(next(status for kind, status in _STATUS.items() if isinstance(error, kind)))
-            message = str(error)
+            message = reason_of(error)
         self.answer_error(message)
 
     def log_exception(self, *exc_info: Any) -> None:
         """Log unexpected errors."""
-        if not isinstance(exc_info[1], (HTTPError, *_STATUS)):
+        if not isinstance(exc_info[1], HTTPError) and not is_expected(exc_info[1]):
             logger.error("Request %s %s failed", self.request.method, self.request.path, exc_info=exc_info)
 
     def get_current_user(self) -> User | None:

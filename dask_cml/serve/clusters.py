@@ -12,7 +12,7 @@ from typing import Any
 from distributed.core import Status
 
 from dask_cml.cluster import CMLCluster
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML, reason_of
 from dask_cml.observers import Observed, Observers
 from dask_cml.options import OPTION_NAMES, setting
 from dask_cml.options.unattended import SETTLED, unattended
@@ -173,7 +173,7 @@ class ProjectClusters(Observers):
         record, cluster = observed.record, observed.cluster
         usage = self.usages.get(record.name)
         if observed.failure is not None:
-            return views.unconnected(record, "failed", str(observed.failure))
+            return views.unconnected(record, "failed", reason_of(observed.failure))
         if cluster is not None and (observed.owned or cluster.status == Status.running):
             return views.connected(record, cluster, usage)
         finding = observed.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
@@ -285,7 +285,7 @@ class ProjectClusters(Observers):
         try:
             await cluster
         except Exception as error:
-            if not isinstance(error, CMLError):
+            if not isinstance(error, (CMLError, OSError)):
                 logger.exception("Cluster %s not started", observed.record.name)
             observed.failure, observed.record = error, replace(observed.record, launches={})
             if isinstance(error, ClusterExists):
