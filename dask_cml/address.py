@@ -101,7 +101,8 @@ class CMLConnector(Connector):
         NoSuchCluster
             If no cluster has this name, it has ended, or its creator ended before its scheduler answered.
         OSError
-            If the scheduler cannot be reached, or has no keys and left no sign of life lately.
+            If the scheduler cannot be reached, or has no keys and left no sign of life lately, or if the
+            record cannot be read now.
         ClusterEnded
             If this is a client's second connection, and the cluster has ended.
         """
@@ -258,6 +259,11 @@ async def _running(name: str) -> Record:
         except errors.NoSuchCluster as error:
             text = f"{error}; searched in {state_directory()}"
             raise NoSuchCluster(text, error.name, error.known) from None
+        except store.RecordUnreadable as error:  # which ends no cluster, so Dask tries again
+            if str(error) not in _warned:
+                _warned.add(str(error))
+                logger.warning("Cluster %s not connected: %s", name, error)
+            raise
         if record.scheduler.closed is not None:
             raise NoSuchCluster(f"cluster {name!r} has ended: {record.scheduler.closed}", name)
         if record.scheduler.address is not None:

@@ -74,6 +74,21 @@ def check_folder(path: Path) -> None:
     _check(path, about, "700")
 
 
+def is_gone(path: Path) -> bool:
+    """Return whether a folder is known not to exist: a list of its parent, or of a parent of that, lacks it.
+
+    An error proves nothing: the file system may not answer for a while, or refuse to.
+    """
+    try:
+        return path.name not in os.listdir(path.parent)
+    except NotADirectoryError:
+        return True
+    except FileNotFoundError:
+        return is_gone(path.parent)
+    except OSError:
+        return False
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file of this user to read it. Neither follow a link nor wait for a pipe's writer.
 

@@ -277,6 +277,11 @@ class Remote:
             raise OSError("the scheduler has no address yet")
         return self.address
 
+    def forget(self) -> None:
+        """Forget the scheduler, because another one is to be joined, which has as long to answer."""
+        self.close()
+        self.address, self.heard = None, time.monotonic()
+
     def close(self) -> None:
         """Close the connection, by which the scheduler notices that this watcher has left."""
         self.connected = False

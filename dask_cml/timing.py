@@ -51,9 +51,11 @@ class Timing:
     unlisted : float
         Time for which a session must be missing in the platform's list, which may be old, to be told as no
         longer listed. If its Dask worker is gone for as long, too, it is replaced.
+    unreachable : float
+        Time for which a scheduler must not be reached until the user is told.
     sign_of_life, silence : float
         Time between two signs of life of a scheduler, the times of its file. Its silence after which a
-        scheduler that cannot be reached counts as dead.
+        scheduler that cannot be reached, and that the platform does not list here, counts as dead.
     """
 
     heartbeat: float = 2.0
@@ -80,6 +82,7 @@ class Timing:
     stray: float = 20.0
     succession: float = 30.0
     unlisted: float = 30.0
+    unreachable: float = 30.0
     sign_of_life: float = 15.0
     silence: float = 120.0
 

@@ -258,10 +258,12 @@ async def test_an_unreachable_scheduler_is_dead_if_its_session_has_ended(cluster
         assert await state_of(cluster(unreachable), status) is State.UNKNOWN
 
 
-@pytest.mark.parametrize("listed", ["running", None])
-async def test_an_unreachable_scheduler_is_dead_after_two_minutes_of_silence(cluster, unreachable, listed):
+@pytest.mark.parametrize(("listed", "expected"), [("running", State.UNKNOWN), (None, State.DEAD)])
+async def test_an_unreachable_scheduler_is_dead_after_two_minutes_of_silence_unless_its_session_is_listed(
+    cluster, unreachable, listed, expected
+):
     assert await state_of(cluster(unreachable, silence=60), listed) is State.UNKNOWN
-    assert await state_of(cluster(unreachable, silence=130), listed) is State.DEAD
+    assert await state_of(cluster(unreachable, silence=130), listed) is expected
 
 
 async def test_an_unreachable_scheduler_is_dead_at_once_if_it_has_closed(cluster, unreachable):
@@ -308,7 +310,7 @@ async def test_a_cluster_without_keys_is_judged_by_its_files_and_sent_nothing(
     cluster, silent, closed, expected, words
 ):
     async with impostor() as (address, received):
-        finding = await found(cluster(f"tcp://{address}", silent, security=None, closed=closed))
+        finding = await found(cluster(f"tcp://{address}", silent, security=None, closed=closed), listed=None)
         assert finding.state is expected
         assert words in finding.why
     assert received == []

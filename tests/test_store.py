@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -34,7 +35,7 @@ from dask_cml.layout import (
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.records.store import find_again, read, records, remove
+from dask_cml.records.store import has_ended, read, records, remove
 from dask_cml.sessions.entry import Launch
 
 FILES = sorted([RECORD_FILE, LOGS_FOLDER, SESSIONS_FOLDER, STARTED_FOLDER, board_file(0)])
@@ -224,7 +225,7 @@ def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
         with ThreadPoolExecutor(8) as pool:
             got = [r for r, folder in zip(rivals, pool.map(take, rivals), strict=True) if folder]
         # Of two that got it one after the other, the first one finds its record gone, and stops its sessions.
-        assert [read("a")] == [record for record in got if find_again(record)]
+        assert [read("a")] == [record for record in got if not has_ended(record)]
         assert sorted(os.listdir(state / "a")) == FILES
         remove(read("a"))
 
@@ -373,7 +374,7 @@ def test_a_damaged_record_is_reported_once_and_ignored(state, caplog, content, w
     (folder / RECORD_FILE).write_bytes(damaged)
     for _ in range(2):
         assert [record.name for record in records()] == ["good"]
-    with pytest.raises(NoSuchCluster, match="existing clusters: 'good'"):
+    with pytest.raises(store.RecordUnreadable, match=f"cannot read the record in {folder}: "):
         read("bad")
     assert len(caplog.records) == 1
     assert str(folder / RECORD_FILE) in caplog.text
@@ -435,6 +436,62 @@ def test_a_file_system_that_stays_stale_is_no_removed_cluster(state, monkeypatch
     monkeypatch.setattr(store, "read_file", stale)
     with pytest.raises(OSError, match="Stale"):
         launch(record, "session-1")
+
+
+@pytest.mark.parametrize("part", ["folder", "directory", "file"])
+def test_a_record_that_others_can_write_is_unreadable_and_no_ended_cluster(state, part):
+    record = new_record("a")
+    claim(record)
+    path = {"folder": record.folder, "directory": state, "file": record.folder / RECORD_FILE}[part]
+    path.chmod(path.stat().st_mode | stat.S_IWGRP)
+    assert not has_ended(record)
+    assert store.refreshed(record) == record
+    for again in lambda: read("a"), lambda: store.read_again(record):
+        with pytest.raises(store.RecordUnreadable, match=r"^cannot read the record in /.*: run `chmod"):
+            again()
+    path.chmod(path.stat().st_mode & ~stat.S_IWGRP)
+    assert store.read_again(record).id == record.id
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EACCES, errno.EIO])
+def test_a_file_system_that_does_not_answer_has_ended_no_cluster(state, monkeypatch, error):
+    record = new_record("a")
+    claim(record)
+
+    def fails(*arguments):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(store, "check_folder", fails)
+    assert not has_ended(record)
+    with pytest.raises(store.RecordUnreadable):
+        store.read_again(record)
+
+
+def test_a_folder_that_was_not_found_once_has_ended_no_cluster_if_its_parent_lists_it(state, monkeypatch):
+    """NFS may remember for a moment that something did not exist."""
+    record = new_record("a")
+    claim(record)
+    check_folder, errors = store.check_folder, [FileNotFoundError(errno.ENOENT, "No such file")] * 2
+
+    def check(path):
+        if errors:
+            raise errors.pop()
+        check_folder(path)
+
+    monkeypatch.setattr(store, "check_folder", check)
+    assert not has_ended(record)
+    assert errors == []
+
+
+def test_a_cluster_has_ended_if_its_folder_is_gone_or_another_clusters(state):
+    record = new_record("a")
+    claim(record)
+    remove(record)
+    assert has_ended(record)
+    claim(new_record("a"))
+    assert has_ended(record)
+    shutil.rmtree(state)
+    assert has_ended(record)
 
 
 # -- several writers, and their deaths

@@ -239,8 +239,8 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
 async def prune() -> None:
     """Delete dead clusters, and skip clusters that may be alive.
 
-    A cluster is dead if CML lists its scheduler's session as ended, or if its scheduler neither answers nor
-    has written its file for two minutes.
+    A cluster is dead if CML lists its scheduler's session as ended. If CML does not list it here, the cluster
+    is dead if its scheduler neither answers nor has dated its file for two minutes.
     """
     from dask_cml.records import operations
 

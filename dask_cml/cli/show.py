@@ -222,7 +222,7 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
     printer = _LogPrinter(warnings)
     printer.print(session_logs.lines(chosen, whole=not follow), tail)
     while follow and record is not None:
-        runs = store.find_again(record) is not None
+        runs = not store.has_ended(record)
         printer.print(session_logs.lines(chosen, whole=not runs))
         if not runs:
             break

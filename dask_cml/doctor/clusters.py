@@ -38,7 +38,7 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
     for name in dict.fromkeys(names):
         try:
             records.append(store.read(name))
-        except NoSuchCluster as error:
+        except (NoSuchCluster, store.RecordUnreadable) as error:
             findings.append(Finding("wrong", f"{error}.", f"{dask_command()} cml list", f"cluster {name}"))
     findings += asyncio.run(_compare_all(records, timeout))
     return findings or [Finding("ok", "The project has no clusters.", name="clusters")]

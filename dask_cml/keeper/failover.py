@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
-from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
 from dask_cml.options import setting
 from dask_cml.output import Logger
 from dask_cml.records import liveness, store
-from dask_cml.records.record import Record
+from dask_cml.records.record import Record, SchedulerState
 from dask_cml.remote import Remote
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI
 from dask_cml.timing import timing
+from dask_cml.words import first_line
 
 if TYPE_CHECKING:
     from dask_cml.keeper.kept_cluster import KeptCluster
@@ -26,28 +28,18 @@ logger = Logger(__name__)
 
 #: Seconds before the first, the second and any later scheduler in a row.
 _PAUSES = (0.0, 10.0, 30.0)
-#: Seconds for which a record may be unreadable while the cluster's folder exists.
-_UNREADABLE_FOR = 30.0
 
 
 class SchedulerLost(Exception):
-    """The cluster has no other scheduler, or this process does not launch one. The message is the reason.
-
-    Parameters
-    ----------
-    why : str
-        The reason.
-    ended : bool
-        Whether the scheduler's session has ended. Otherwise, nothing says whether it still runs.
-    """
-
-    def __init__(self, why: str, *, ended: bool = True) -> None:
-        super().__init__(why)
-        self.ended = ended
+    """The cluster is over: it has lost its scheduler, and gets no other one. The message is the reason."""
 
 
 class Failover:
     """Finds out whether a silent scheduler has ended, and connects its cluster to another one then.
+
+    Silence is no end. A scheduler has ended if the platform lists its session as ended, or if the record says
+    so. If the platform lists its session as anything else, no silence is long enough. If the platform does
+    not list it here, the scheduler has ended if it neither answers nor dates its file for two minutes.
 
     Each scheduler of a cluster has a number, and the process that creates the file for a number launches it.
     That is the keeper or, if the keeper has vanished, too, another process after some time. All processes
@@ -61,10 +53,44 @@ class Failover:
         Talks to the scheduler.
     api : WorkersAPI
         Lists the scheduler's session.
+
+    Attributes
+    ----------
+    problem : str or None
+        Why the scheduler is not reached. None if it is.
     """
 
     def __init__(self, cluster: KeptCluster, remote: Remote, api: WorkersAPI) -> None:
         self._cluster, self._remote, self._api = cluster, remote, api
+        self.begin_anew()
+
+    # -- what the user is told
+
+    def begin_anew(self) -> None:
+        """Begin with another scheduler, which is connected."""
+        self.problem: str | None = None
+        self._since: float | None = None
+        self._is_told = False
+
+    def note(self, why: str) -> None:
+        """Note why the scheduler is not reached. Tell the user once, if that lasts."""
+        self.problem, now = why, time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since > timing.unreachable and not self._is_told:
+            self._is_told = True
+            self._cluster._log(
+                f"Cluster {self._cluster.options.name} not connected for {now - self._since:.0f} s: "
+                f"{first_line(why)}; it connects as soon as its scheduler answers"
+            )
+
+    def note_connected(self) -> None:
+        """Note that the scheduler is reached, and tell a user who was told of the outage."""
+        if self._is_told and self._since is not None:
+            duration = time.monotonic() - self._since
+            self._cluster._log(f"Cluster {self._cluster.options.name} connected again after {duration:.0f} s")
+        self.begin_anew()
+
+    # -- has it ended?
 
     async def check(self, record: Record) -> None:
         """Find out whether the scheduler has ended. Connect to another one then.
@@ -77,33 +103,35 @@ class Failover:
         Raises
         ------
         SchedulerLost
-            If the cluster has no other scheduler, or this process leaves it alone.
+            If the cluster is over.
+        RecordUnreadable
+            If nobody can say, because the record cannot be read now.
         """
         why = await self._why_lost(record)
         if why is not None and not self._remote.connected:
             await self._connect_to_next(record, why)
 
     async def _why_lost(self, known: Record) -> str | None:
-        """Return why the scheduler has ended. Return None if it may answer again."""
+        """Return why the scheduler has ended. Return None without a proof."""
         record, scheduler = await self._read(known), self._cluster.scheduler
         if record.scheduler.number > self._cluster.place.number:
             return "another process replaces it"
+        listing: Mapping[str, SessionInfo] | None = None
         with contextlib.suppress(CMLError):
             listing = await self._api.sessions()
-            if isinstance(scheduler, CMLScheduler):
+        if isinstance(scheduler, CMLScheduler):
+            if listing is not None:
                 scheduler.update(listing)
-        if isinstance(scheduler, CMLScheduler) and scheduler.has_ended:
-            return await self._why_it_ended(record, scheduler)
+            if scheduler.has_ended:
+                return await self._why_it_ended(record, scheduler)
+            if scheduler.is_listed if listing is None else scheduler.session_id in listing:
+                return None
         silent = time.monotonic() - self._remote.heard
-        if silent <= timing.silence + timing.answer:
+        if silent <= timing.silence + timing.answer or not await asyncio.to_thread(
+            liveness.is_silent, record
+        ):
             return None
-        if not await asyncio.to_thread(liveness.spoke_lately, record):
-            return f"its scheduler has been silent for {timing.silence:g} s"
-        raise SchedulerLost(
-            f"the scheduler at {self._remote.address} has not answered for {silent:.0f} s, although it "
-            "runs; to check it, run `dask cml list`",
-            ended=False,
-        )
+        return f"its scheduler has been silent for {timing.silence:g} s"
 
     async def _why_it_ended(self, record: Record, scheduler: CMLScheduler) -> str:
         if scheduler.info.get("status") in ("succeeded", "stopped"):
@@ -113,29 +141,27 @@ class Failover:
         return await scheduler.failure("ended")
 
     async def _read(self, record: Record, why: str = "another process shut it down") -> Record:
-        """Return the cluster's record as it is now. The file system may fail for a while.
+        """Return the cluster's record as it is now.
 
         Raises
         ------
         SchedulerLost
             If the cluster was shut down: its record is gone, or says so.
+        RecordUnreadable
+            If the record cannot be read now.
         """
-        deadline = time.monotonic() + _UNREADABLE_FOR
-        while True:
-            latest = await asyncio.to_thread(store.find_again, record)
-            if latest is not None:
-                break
-            with contextlib.suppress(OSError):
-                exists = await asyncio.to_thread(self._cluster.place.folder.is_dir)
-                if not exists or time.monotonic() > deadline:
-                    raise SchedulerLost(why)
-            await asyncio.sleep(timing.retry)
+        try:
+            latest = await asyncio.to_thread(store.read_again, record)
+        except NoSuchCluster:
+            raise SchedulerLost(why) from None
         if latest.scheduler.closed is not None:
             raise SchedulerLost(latest.scheduler.closed)
         return latest
 
+    # -- another one
+
     async def _connect_to_next(self, record: Record, why: str) -> None:
-        """Connect to the scheduler that replaces the lost one.
+        """Let the cluster follow the scheduler that replaces the lost one, or launch it.
 
         Raises
         ------
@@ -144,43 +170,56 @@ class Failover:
         """
         cluster = self._cluster
         begin = since = time.monotonic()
-        number, refused = -1, False
+        number, refused, unreached = -1, False, False
         while True:
-            record = await self._read(record, why)
+            try:
+                record = await self._read(record, why)
+            except store.RecordUnreadable as error:
+                self.note(str(error))
+                await asyncio.sleep(timing.retry)
+                continue
             last = record.scheduler
             if last.number != number:
                 number, since = last.number, time.monotonic()
-            if last.protocol not in (None, protocol.PROTOCOL) and number > cluster.place.number:
-                why = (
+            waited = time.monotonic() - since
+            is_next = number > cluster.place.number
+            if is_next and last.protocol not in (None, protocol.PROTOCOL):
+                self.note(
                     f"its next scheduler speaks protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
                 )
-                raise SchedulerLost(why, ended=False)
-            waited = time.monotonic() - since
-            try:
-                if number > cluster.place.number and await self._may_answer(record, waited):
-                    if last.address is not None:
-                        await cluster.join_other(record)
-                        return
-                elif cluster.keeper is None and not cluster.may_keep:
-                    if waited > 2 * timing.succession:
-                        raise SchedulerLost(why, ended=False)
-                elif cluster.keeper is not None or waited > timing.succession:
-                    if await self._answers(record):
-                        return
-                    if await self._launch_next(record, why, refused):
+            elif (is_next or unreached) and last.address is not None:
+                await cluster.follow_other(record)
+                return
+            elif not (is_next and self._may_start(last, waited)) and self._may_launch(waited):
+                try:
+                    if await self._answers(record) or await self._launch_next(record, why, refused):
                         return
                     refused = False
-            except LaunchRefused as error:
-                why, refused = str(error), time.monotonic() - begin < cluster.options.pending_timeout
-            except CMLError as error:
-                why, refused = str(error), False
-                logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
-            except SchedulerLost:
-                raise
-            except Exception as error:  # the platform's library may raise anything
-                why, refused = repr(error), False
-                logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
+                except SchedulerTimeout as error:  # it may answer later, also to other processes
+                    why, refused, unreached = str(error), False, True
+                except LaunchRefused as error:
+                    why, refused = str(error), time.monotonic() - begin < cluster.options.pending_timeout
+                except CMLError as error:
+                    why, refused = str(error), False
+                    logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
+                except SchedulerLost:
+                    raise
+                except Exception as error:  # the platform's library may raise anything
+                    why, refused = repr(error), False
+                    logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
+                self.note(why)
+            else:
+                self.note(why)
             await asyncio.sleep(timing.retry)
+
+    def _may_launch(self, waited: float) -> bool:
+        """Return whether this process launches the next scheduler if nobody else has done so until now."""
+        return self._cluster.keeper is not None or (self._cluster.may_keep and waited > timing.succession)
+
+    def _may_start(self, last: SchedulerState, waited: float) -> bool:
+        """Return whether the scheduler that another process launches has time left to start."""
+        patience = self._cluster.options.pending_timeout + self._cluster.options.scheduler_timeout
+        return waited < patience and (last.maker is None or last.maker.lives() is not False)
 
     async def _answers(self, record: Record) -> bool:
         """Return whether the scheduler answers, although its session seems to have ended."""
@@ -188,14 +227,6 @@ class Failover:
             hello = await self._remote.ask(protocol.HELLO, timing.retry)
             return {"record": record.id, "number": record.scheduler.number}.items() <= dict(hello).items()
         return False
-
-    async def _may_answer(self, record: Record, waited: float) -> bool:
-        """Return whether the scheduler that another process launches answers, or has time left to start."""
-        last = record.scheduler
-        if last.address is not None:
-            return await liveness.is_alive(record)
-        patience = self._cluster.options.pending_timeout + self._cluster.options.scheduler_timeout
-        return waited < patience and (last.maker is None or last.maker.lives() is not False)
 
     async def _launch_next(self, record: Record, why: str, refused: bool) -> bool:
         """Launch the next scheduler after a pause. Return False if another process does.

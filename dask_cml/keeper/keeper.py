@@ -699,7 +699,7 @@ class Keeper:
 
     async def _what_runs(self) -> str:
         """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
-        record = await asyncio.to_thread(store.find_again, self._record) or self._record
+        record = await asyncio.to_thread(store.refreshed, self._record)
         n = len([process for process in self.processes if not process.has_ended])
         noun = "session" if n == 1 else "sessions"
         ends = f" They end {', or '.join(record.ends)}." if record.ends else ""
@@ -759,8 +759,10 @@ class Keeper:
         if now < self._next_strays:
             return
         self._next_strays = now + timing.strays
-        record = await asyncio.to_thread(store.find_again, self._record)
-        if record is None:
+        try:
+            record = await asyncio.to_thread(store.read_again, self._record)
+        except CMLError as error:
+            logger.info("Sessions of cluster %s not compared with its record: %s", self._name, error)
             return
         used = {str(process.session_id) for process in self.processes}.union(*self._stops.values())
         strays = {session: key for session, key in record.sessions.items() if session not in used}
@@ -1007,7 +1009,7 @@ class Keeper:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
         await self._retirements.close()
         await self._journal.write(self.processes)
-        latest = await asyncio.to_thread(store.find_again, self._record) or record
+        latest = await asyncio.to_thread(store.refreshed, record)
         for session, key in latest.sessions.items():
             self._api.adopt(session, key)
         await self._stop({*self._api.live})  # the next step stops those that fail

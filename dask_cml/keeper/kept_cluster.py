@@ -144,7 +144,8 @@ class KeptCluster(SpecCluster):
         self._shuts_down = False
         self._writing: set[asyncio.Task[Any]] = set()
         self._sending: asyncio.Task[None] | None = None
-        self._why_not_connected: str | None = None
+        #: Whether the scheduler in :attr:`place` has answered.
+        self._is_joined = False
         #: Why the cluster has ended, if this process did not ask for it.
         self._end_words: str | None = None
         self._usage: Usage | None = None
@@ -428,7 +429,7 @@ class KeptCluster(SpecCluster):
 
     def _enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
-        self.record = record
+        self.record, self._is_joined = record, False
         self._remote.counts = self.takes_lease and not self.is_inside
         number, security = record.scheduler.number, record.get_security()
         self._set_place(replace(self.place, number=number, record=record.id, security=security))
@@ -475,7 +476,8 @@ class KeptCluster(SpecCluster):
             with contextlib.suppress(Exception):
                 await within(timing.retry, self.scheduler_comm.close_rpc())
         self.scheduler_comm = rpc(address, connection_args=self._remote.connection_args)
-        self._why_not_connected = None
+        self._is_joined = True
+        self._failover.begin_anew()
         if isinstance(self._role, Follower):
             self._role.forget_workers()
         for callback in self.periodic_callbacks.values():
@@ -535,20 +537,23 @@ class KeptCluster(SpecCluster):
     # -- the board
 
     async def _follow(self) -> None:
-        """Follow the board until the cluster is over."""
+        """Follow the board until the cluster is over. Whoever does not answer may do so later."""
         while True:
             was_connected = self._remote.connected
             try:
+                if not self._is_joined:
+                    assert self.scheduler is not None
+                    await self._join_within(timing.answer, str(self.scheduler.address))
                 board = await self._remote.watch()
                 if self._outbox.changes:
                     self._send_soon()
                 await self._take_board(board)
-                self._why_not_connected = None
+                self._failover.note_connected()
                 continue
             except (*NO_ANSWER, CMLError, ValueError) as error:
                 if was_connected:
                     logger.info("Scheduler of cluster %s not reached: %r", self.options.name, error)
-                self._why_not_connected = str(error) or repr(error)
+                self._failover.note(str(error) or repr(error))
             except Exception:
                 logger.exception("Board of cluster %s not read", self.options.name)
             try:
@@ -559,6 +564,7 @@ class KeptCluster(SpecCluster):
                 return
             except (*NO_ANSWER, CMLError, ValueError) as error:
                 logger.info("Scheduler of cluster %s not checked: %r", self.options.name, error)
+                self._failover.note(str(error) or repr(error))
             except Exception:
                 logger.exception("Scheduler of cluster %s not checked", self.options.name)
             await asyncio.sleep(timing.retry)
@@ -796,19 +802,20 @@ class KeptCluster(SpecCluster):
     @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
-        if self.status == Status.running and not self._remote.connected and self._why_not_connected:
-            return self._why_not_connected
+        if self.status == Status.running and self._failover.problem:
+            return self._failover.problem
         return self._end_words or self._role.problem or self._remote.board.problem
 
     # -- another scheduler
 
-    async def join_other(self, record: Record) -> None:
-        """Follow the scheduler that another process has launched."""
+    async def follow_other(self, record: Record) -> None:
+        """Follow the last scheduler in the record as soon as it answers, which another process may keep."""
         if self.keeper is not None:
             await self._yield(self.keeper)
+        if record.scheduler.number > self.place.number:
+            self._log(f"Cluster {record.name} follows another scheduler, which another process has launched")
         self._enter(record)
-        self._log(f"Cluster {record.name} follows another scheduler, which another process has launched")
-        await self._join_within(self.options.scheduler_timeout, str(record.scheduler.address))
+        self._remote.forget()
 
     async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
@@ -854,6 +861,7 @@ class KeptCluster(SpecCluster):
                 keeper.want(last_board)
             await keeper.stop_all(record)
             self._set_place(replace(self.place, number=number))
+            self._is_joined = False
             keeper.renew()
             self._role = keeper
             await keeper.launch(self._join, strict=False)
@@ -866,17 +874,17 @@ class KeptCluster(SpecCluster):
     # -- end
 
     def _end_by_itself(self, lost: SchedulerLost) -> None:
-        """Close, because the cluster is over, or cannot be reached any more."""
+        """Close, because the cluster is over."""
         self._end_words = str(lost)
         self.end_reason = f"its scheduler was lost: {lost}"
-        self._log(f"Cluster {self.options.name} {'shut down' if lost.ended else 'disconnected'}: {lost}")
-        self._ending = asyncio.create_task(self._end_again(shutdown=lost.ended))
+        self._log(f"Cluster {self.options.name} shut down: {lost}")
+        self._ending = asyncio.create_task(self._end_again())
 
-    async def _end_again(self, shutdown: bool) -> None:
+    async def _end_again(self) -> None:
         """Close. Try again if sessions were not stopped."""
         while self.status != Status.closed:
             try:
-                await self._close(shutdown)
+                await self._close(shutdown=True)
             except Exception as error:
                 logger.error("%s", error)
                 await asyncio.sleep(_STOP_AGAIN)
@@ -968,7 +976,7 @@ class KeptCluster(SpecCluster):
         try:
             await self._api.close(self._stop_sessions_now)
         except CallFailed as error:
-            latest = record and await asyncio.to_thread(store.find_again, record)
+            latest = record and await asyncio.to_thread(store.refreshed, record)
             if latest and latest.scheduler.closed is not None:
                 raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
             raise

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml.checks import is_session_id
+from dask_cml.errors import NoSuchCluster
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.output import get_logger
@@ -212,7 +213,9 @@ def cost_of(used: SessionHours) -> float | None:
 
 def _end_of(record: Record) -> float:
     """Return now. If the cluster is dead, return the time of its last sign of life."""
-    now, silence = time.time(), liveness.silence(record)
+    now, silence = time.time(), None
+    with contextlib.suppress(OSError):
+        silence = liveness.silence(record)
     if silence is not None:
         return now - silence if record.scheduler.closed or silence > timing.silence else now
     if record.maker.lives():
@@ -237,7 +240,10 @@ def remember(record: Record, why: str = UNSEEN) -> None:
     """
     try:
         keep, folder = setting("history.keep"), record.folder.parent / HISTORY_FOLDER
-        latest = store.find_again(record) if keep else None
+        latest = None
+        if keep:
+            with contextlib.suppress(NoSuchCluster):
+                latest = store.read_again(record)
         if latest is not None:
             make_folder(folder)
             content = json.dumps(EndedCluster.of(latest, why).to_json()).encode()

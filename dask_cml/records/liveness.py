@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dask_cml.layout import scheduler_file, scheduler_number
@@ -14,7 +15,7 @@ from dask_cml.output import get_logger
 from dask_cml.private_files import open_regular
 from dask_cml.protocol import HELLO
 from dask_cml.records.record import Record
-from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
+from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
 
 logger = get_logger(__name__)
@@ -48,9 +49,14 @@ class Finding:
 
 
 def silence(record: Record) -> float | None:
-    """Return the seconds since a scheduler of a cluster wrote its file last. Blocks.
+    """Return the seconds since a scheduler of a cluster dated its file last. Blocks.
 
     Return None if no scheduler has written a file.
+
+    Raises
+    ------
+    OSError
+        If the file system does not say.
     """
     folder = record.folder
     try:
@@ -63,14 +69,30 @@ def silence(record: Record) -> float | None:
         # The file system's clock dated the file, so it also has to say what time it is now.
         os.utime(folder.parent)
         return max(0.0, folder.parent.stat().st_mtime - written)
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 
 def spoke_lately(record: Record) -> bool:
-    """Return whether a scheduler of a cluster has left a sign of life in the last two minutes. Blocks."""
-    silent = silence(record)
-    return silent is not None and silent < timing.silence
+    """Return whether a scheduler of a cluster is known to have left a sign of life in the last two minutes.
+
+    Blocks.
+    """
+    with contextlib.suppress(OSError):
+        silent = silence(record)
+        return silent is not None and silent < timing.silence
+    return False
+
+
+def is_silent(record: Record) -> bool:
+    """Return whether no scheduler of a cluster is known to have left a sign of life in the last two minutes.
+
+    Return False if the file system does not say. Blocks.
+    """
+    with contextlib.suppress(OSError):
+        silent = silence(record)
+        return silent is None or silent >= timing.silence
+    return False
 
 
 def is_abandoned(record: Record) -> bool:
@@ -78,7 +100,7 @@ def is_abandoned(record: Record) -> bool:
 
     If a scheduler has left a sign of life lately, another process may launch the next one. Blocks.
     """
-    return record.scheduler.address is None and record.launcher.lives() is False and not spoke_lately(record)
+    return record.scheduler.address is None and record.launcher.lives() is False and is_silent(record)
 
 
 async def judge(
@@ -94,7 +116,8 @@ async def judge(
 
     - the scheduler has closed, or
     - the platform lists the scheduler's session as ended, or
-    - the scheduler has left no sign of life in the cluster's folder for two minutes, or
+    - the scheduler has left no sign of life in the cluster's folder for two minutes, and the platform does
+      not list its session here, or
     - the scheduler never had an address, and its creator has ended.
 
     Otherwise it is *unknown*: the scheduler may be busy, or unreachable for a while. A cluster with a dead
@@ -122,16 +145,16 @@ async def judge(
     records = [*records]
     findings = await look(records, timeout=timeout, patience=patience)
     silent = [record for record in records if findings[record.name].state is State.UNKNOWN]
-    ended = await _ended(silent, timeout, api) if silent else set()
+    listing = await _list(silent, timeout, api) if silent else {}
     for record in silent:
         why = findings[record.name].why
-        findings[record.name] = await asyncio.to_thread(_judge_silent, record, why, ended)
+        findings[record.name] = await asyncio.to_thread(_judge_silent, record, why, listing)
     return findings
 
 
-def _judge_silent(record: Record, why: str, ended: Collection[str]) -> Finding:
+def _judge_silent(record: Record, why: str, listing: Mapping[str, SessionInfo]) -> Finding:
     """Judge a cluster whose scheduler does not answer. Blocks."""
-    dead = _why_dead(record, ended)
+    dead = _why_dead(record, listing)
     if dead is None:
         return Finding(State.UNKNOWN, why)
     if record.launcher.lives():
@@ -139,35 +162,38 @@ def _judge_silent(record: Record, why: str, ended: Collection[str]) -> Finding:
     return Finding(State.DEAD, dead)
 
 
-def _why_dead(record: Record, ended: Collection[str]) -> str | None:
+def _why_dead(record: Record, listing: Mapping[str, SessionInfo]) -> str | None:
     scheduler = record.scheduler
     if scheduler.address is None:
         return "its creator ended before its scheduler answered" if is_abandoned(record) else None
-    if scheduler.session in ended:
+    listed = listing.get(scheduler.session or "")
+    if listed is not None and has_ended(listed):
         return f"its scheduler's session {scheduler.session} has ended"
     if scheduler.closed is not None:
         return f"its scheduler has closed: {scheduler.closed}"
-    silent = silence(record)
-    if silent is not None and silent >= timing.silence:
-        return f"its scheduler at {scheduler.address} has left no sign of life for {silent:.0f} s"
+    if listed is not None:  # which outweighs any silence
+        return None
+    with contextlib.suppress(OSError):
+        silent = silence(record)
+        if silent is not None and silent >= timing.silence:
+            return f"its scheduler at {scheduler.address} has left no sign of life for {silent:.0f} s"
     return None
 
 
-async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> set[str]:
-    """Return the sessions that the platform lists as ended, if it lists any here."""
-    ended: set[str] = set()
+async def _list(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> dict[str, SessionInfo]:
+    """Return the sessions that the platform lists here."""
+    listed: dict[str, SessionInfo] = {}
     for platform in {record.options.get("platform", "auto") for record in records}:
         used_api = None
         try:
             used_api = api or WorkersAPI(load_platform(platform))
-            listing = await asyncio.wait_for(used_api.sessions(), timeout)
-            ended.update(session for session, info in listing.items() if has_ended(info))
+            listed |= await asyncio.wait_for(used_api.sessions(), timeout)
         except Exception as error:  # without a listing the state stays unknown, whatever the platform raises
             logger.info("Sessions of platform %s not listed: %r", platform, error)
         finally:
             if used_api is not None and used_api is not api:
                 await used_api.close()
-    return ended
+    return listed
 
 
 async def look(

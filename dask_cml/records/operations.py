@@ -87,7 +87,11 @@ async def wait_until_running(record: Record) -> Record:
     )
     deadline = time.monotonic() + timeout
     while True:
-        record = await asyncio.to_thread(store.read_again, record)
+        try:
+            record = await asyncio.to_thread(store.read_again, record)
+        except store.RecordUnreadable:  # for a moment, perhaps
+            if time.monotonic() > deadline:
+                raise
         if record.scheduler.address is not None and await liveness.is_alive(record):
             return record
         if await asyncio.to_thread(liveness.is_abandoned, record):
@@ -278,9 +282,8 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
         stopped.update(sessions)
         api.end()
 
-    latest = store.find_again(record)
-    stop({**record.sessions, **(latest.sessions if latest else {})})
-    while (latest := store.find_again(record)) and latest.sessions.keys() - stopped:
+    stop({**record.sessions, **store.refreshed(record).sessions})
+    while (latest := store.refreshed(record)).sessions.keys() - stopped:
         stop(latest.sessions)
     history.remember(record, why)
     if last_sessions := store.remove(record):

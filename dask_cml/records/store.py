@@ -39,6 +39,7 @@ from dask_cml.private_files import (
     MOST_BYTES,
     NotPrivate,
     check_folder,
+    is_gone,
     make_folder,
     read_file,
     report_ignored,
@@ -51,6 +52,22 @@ from dask_cml.sessions.entry import Launch, read_entries, write_entries
 _LEFTOVERS, _LEFTOVER_AGE = (".claim-", ".removed-"), 600.0
 _TRIES = 5
 _PAUSE = 0.01
+
+
+class RecordUnreadable(CMLError, OSError):
+    """The record of a cluster cannot be read now. That is no proof that the cluster has ended.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder.
+    reason : Exception
+        Why it cannot be read.
+    """
+
+    def __init__(self, folder: Path, reason: Exception) -> None:
+        super().__init__(f"cannot read the record in {folder}: {reason}")
+        self.reason = reason
 
 
 def claim(record: Record, board: Mapping[str, Any]) -> None:
@@ -177,7 +194,7 @@ def _has(folder: Path, record: Record) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except ValueError as error:
-        raise CMLError(f"cannot read the record {folder / RECORD_FILE}: {error}") from None
+        raise RecordUnreadable(folder, error) from None
 
 
 def given_names(record: Record) -> set[str]:
@@ -216,15 +233,20 @@ def read(name: str, directory: Path | None = None) -> Record:
     ------
     NoSuchCluster
         If it does not exist. The message lists the names of the existing clusters.
+    RecordUnreadable
+        If its record cannot be read.
     """
-    record = find(name, directory)
+    record = None
+    with contextlib.suppress(ValueError):
+        _check_name(name)
+        record = _read_patiently((directory or state_directory()) / name)
     if record is None:
         raise NoSuchCluster(name, tuple(other.name for other in records(directory)))
     return record
 
 
 def find(name: str, directory: Path | None = None) -> Record | None:
-    """Read the record of a cluster. Return None if the cluster does not exist."""
+    """Read the record of a cluster. Return None if it does not exist, or cannot be read."""
     with contextlib.suppress(ValueError):
         _check_name(name)
         return _load((directory or state_directory()) / name)
@@ -238,17 +260,28 @@ def read_again(record: Record) -> Record:
     ------
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
+    RecordUnreadable
+        If its record cannot be read.
     """
-    latest = find_again(record)
-    if latest is None:
+    latest = _read_patiently(record.folder)
+    if latest is None or latest.id != record.id:
         raise NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
     return latest
 
 
-def find_again(record: Record) -> Record | None:
-    """Read the record of a known cluster as it is now. Return None if the cluster does not exist any more."""
+def refreshed(record: Record) -> Record:
+    """Return the record of a known cluster as it is now, or else as it was if nobody can read it any more."""
     latest = _load(record.folder)
-    return latest if latest is not None and latest.id == record.id else None
+    return latest if latest is not None and latest.id == record.id else record
+
+
+def has_ended(record: Record) -> bool:
+    """Return whether a known cluster does not exist any more. An unreadable record is no proof of that."""
+    try:
+        latest = _read_patiently(record.folder)
+    except RecordUnreadable:
+        return False
+    return latest is None or latest.id != record.id
 
 
 def records(directory: Path | None = None) -> list[Record]:
@@ -320,21 +353,35 @@ def _check_name(name: str) -> None:
 
 
 def _load(folder: Path) -> Record | None:
-    """Read the record in a folder. Return None if the folder contains no valid record."""
+    """Read the record in a folder. Return None if the folder contains no valid record; warn once."""
+    try:
+        return _read_patiently(folder)
+    except RecordUnreadable as error:
+        report_ignored(folder / RECORD_FILE, error.reason)
+        return None
+
+
+def _read_patiently(folder: Path) -> Record | None:
+    """Read the record in a folder. Return None if no cluster is there.
+
+    Raises
+    ------
+    RecordUnreadable
+        If a record is there, or may be there, and cannot be read.
+    """
     for tries_left in reversed(range(_TRIES)):
         try:
             return _read(folder)
-        except FileNotFoundError:
-            return None
         except NotADirectoryError as error:
             if error.filename != str(folder):  # other files in the state directory are none of ours
                 report_ignored(error.filename, "it is not a folder")
             return None
         except (OSError, ValueError, RecursionError) as error:
-            is_stale = isinstance(error, OSError) and error.errno == errno.ESTALE
-            if not is_stale or not tries_left:
-                report_ignored(folder / RECORD_FILE, error)
+            if isinstance(error, FileNotFoundError) and is_gone(folder):
                 return None
+            is_stale = isinstance(error, OSError) and error.errno in (errno.ESTALE, errno.ENOENT)
+            if not is_stale or not tries_left:
+                raise RecordUnreadable(folder, error) from None
         time.sleep(_PAUSE)  # NFS: a file was replaced while it was read
     return None
 

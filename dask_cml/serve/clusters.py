@@ -190,7 +190,7 @@ class ProjectClusters(Observers):
             If no cluster has this name.
         """
         observed, cluster = self.find(name), self._connected().get(name)
-        record = await asyncio.to_thread(store.find_again, observed.record) or observed.record
+        record = await asyncio.to_thread(store.refreshed, observed.record)
         logs = await asyncio.to_thread(operations.session_logs(record).paths)
         has_dashboard = cluster is not None and cluster.has_dashboard
         description = self._describe(observed)
