@@ -528,10 +528,19 @@ class Episode:
         return has_started and last.session == session.id and last.address is not None and not last.closed
 
     def _check_losses(self) -> None:
-        """Scaling down loses no data."""
-        for address in self.log.lost:
-            session = self.platform.all.get(self.world.sessions.addresses.get(address, ""))
-            if session is not None and session.status == "stopped":
+        """Scaling down loses no data, as long as there is another worker to take it."""
+        addresses = self.world.sessions.addresses
+        workers = [self.platform.all[id] for id in {*addresses.values()}]
+        for address, at in self.log.lost:
+            session = self.platform.all.get(addresses.get(address, ""))
+            has_others = any(
+                other is not session
+                and other.running_at is not None
+                and other.running_at.timestamp() < at - 30.0
+                and (other.finished_at is None or other.finished_at.timestamp() > at + 30.0)
+                for other in workers
+            )
+            if session is not None and session.status == "stopped" and has_others:
                 self.violate(f"the data of worker {session.key} ({session.id}) was lost when it was stopped")
 
     def _told(self, keepers: Iterable[User]) -> list[str]:

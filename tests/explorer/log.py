@@ -36,8 +36,8 @@ class CapturedLog(logging.Handler):
     def __init__(self, story: list[str]) -> None:
         super().__init__(logging.INFO)
         self.tracebacks: list[str] = []
-        #: The addresses of Dask workers that have left with data which no other worker has.
-        self.lost: list[str] = []
+        #: The addresses of Dask workers that have left with data which no other worker has, and when.
+        self.lost: list[tuple[str, float]] = []
         self._story = story
 
     @contextlib.contextmanager
@@ -59,7 +59,7 @@ class CapturedLog(logging.Handler):
         process, text = current(), record.getMessage()
         ours = "dask_cml" in record.name
         if found := _LOST.match(text):
-            self.lost.append(found[1])
+            self.lost.append((found[1], time.time()))
         if ours or record.levelno >= logging.WARNING:
             who = process.name if process is not None else "-"
             self._story.append(f"{time.monotonic() - 1000:7.2f}     {who}: {record.levelname} {text}")
