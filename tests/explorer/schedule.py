@@ -222,7 +222,8 @@ class _Writer:
 
     def seconds(self, most: float) -> float:
         """Return for how long something lasts: within the time limits of the product, or longer."""
-        self.lasts = self.chance.choice([self.chance.uniform(5, 30), self.chance.uniform(5, most)])
+        bounds = self.chance.choice([(5, 30), (5, most), (most / 2, most)])
+        self.lasts = self.chance.uniform(*bounds)
         return self.lasts
 
 
