@@ -964,7 +964,7 @@ class CMLCluster(KeptCluster):
         address = None if self.scheduler is None else self.scheduler.address
         for group in self.groups.names:
             [name] = self.groups.new(group)
-            plans.append(plan_worker(self.groups.options(group), place, name, address))
+            plans.append(plan_worker(self.groups.options(group), place, name, address, group))
         return "\n".join(map(str, plans))
 
     def get_snippet(self) -> str:

@@ -4,12 +4,18 @@ A session's name consists of its cluster, its worker group and its number: ``min
 ``mine-gpu-0`` in the group ``gpu``. Its Dask worker has the same name. Several Dask workers of one session
 have the suffixes ``-0``, ``-1`` and so on. In them, ``.`` stands for a ``-`` before a digit in a group's
 name, so names are unambiguous: ``mine-gpu.1-0`` in the group ``gpu-1``.
+
+A subclass of the cluster, or a spec that a user adds, may name sessions otherwise. So a session's group is
+known from its spec, from the record, or from what its Dask workers say. Only where none of them says it, the
+name does.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 #: The group of workers that users request without a group's name.
 DEFAULT_GROUP = "default"
@@ -74,3 +80,33 @@ def read_name(cluster: str, name: str) -> tuple[str, int] | None:
     if match is None or match[1] in RESERVED:
         return None
     return (match[1] or DEFAULT_GROUP).replace(".", "-"), int(match[2])
+
+
+def session_of(cluster: str, worker: str, about: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    """Return the group and the name of the session in which a Dask worker runs.
+
+    Parameters
+    ----------
+    cluster : str
+        The cluster's name.
+    worker : str
+        The Dask worker's name.
+    about : mapping or None
+        What the Dask worker says of itself, see :mod:`dask_cml.worker.process`.
+
+    Returns
+    -------
+    tuple of str, or None
+        The group and the name. None if it runs in no session of this cluster.
+
+    Examples
+    --------
+    >>> session_of("mine", "a-w0-1", {"name": "a-w0", "group": "gpu"}), session_of("mine", "mine-0-1", None)
+    (('gpu', 'a-w0'), ('default', 'mine-0'))
+    """
+    if about and about.get("name"):
+        return about.get("group") or DEFAULT_GROUP, about["name"]
+    group_and_number = read_name(cluster, worker)
+    if group_and_number is None:
+        return None
+    return group_and_number[0], session_name(cluster, *group_and_number)

@@ -101,12 +101,18 @@ async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tas
         work = Work(it, cluster, tasks=1, gpu_tasks=3, cheapest=order)
         held = {"managed": 0, "limit": 0}
         plain = {"sessions": 1, "busy": 1, "borrowed": [], **held}
-        work.groups = {"default": plain, "gpu": {"sessions": 4, "busy": 3, "borrowed": [1, 3], **held}}
+        work.groups = {
+            "default": plain,
+            "gpu": {"sessions": 4, "busy": 3, "borrowed": ["mine-gpu-1", "mine-gpu-3"], **held},
+        }
         cluster.adapt(1, 1, **FAST)
         cluster.adapt(0, 4, worker_group="gpu", **FAST)
         await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-gpu-1", "mine-gpu-2", "mine-gpu-3"})
         work.gpu_tasks = 0
-        work.groups = {"default": plain, "gpu": {"sessions": 3, "busy": 3, "borrowed": [1, 3], **held}}
+        work.groups = {
+            "default": plain,
+            "gpu": {"sessions": 3, "busy": 3, "borrowed": ["mine-gpu-1", "mine-gpu-3"], **held},
+        }
         await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-gpu-2"})
 
 

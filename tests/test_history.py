@@ -29,7 +29,7 @@ from distributed import Client, KilledWorker
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
-from dask_cml import cli
+from dask_cml import CMLCluster, cli
 from dask_cml.errors import CMLError
 from dask_cml.layout import LOGS_FOLDER, RECORD_FILE
 from dask_cml.options import state_directory
@@ -111,6 +111,24 @@ async def test_the_history_shows_the_reason_of_the_scheduler(it, end, why):
     await end(cluster)
     await eventually(lambda: cluster.status == Status.closed)
     assert the_only_one().why == why
+
+
+class Named(CMLCluster):
+    """A cluster whose subclass names the workers."""
+
+    def _new_worker_name(self, worker_number):
+        return f"a-w{worker_number}"
+
+
+@simulated
+async def test_workers_that_a_subclass_names_count(it):
+    async with simulate(Named, name="lab", n_workers=2) as cluster:
+        await eventually(lambda: arrived(cluster) == 2)
+        assert [*await cluster.get_logs(cluster=False, workers=["a-w0"])] == ["Scheduler", "a-w0"]
+        await eventually(lambda: store.read("lab").scheduler.workers.groups == {"default": 2})
+    assert the_only_one().most_workers == 2
+    assert the_only_one().session_seconds > 0
+    assert the_only_one().usage["default"].sessions == 2
 
 
 @simulated

@@ -512,6 +512,75 @@ class Named(CMLCluster):
         return f"a-w{worker_number}"
 
 
+class LikeAGroup(CMLCluster):
+    """A cluster whose subclass names workers of the default group as others name workers of a group."""
+
+    def _new_worker_name(self, worker_number):
+        return f"{self.options.name}-worker-{worker_number}"
+
+
+@simulated
+async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_names(it):
+    async def create():
+        async with simulate(LikeAGroup, name="shared", n_workers=1, worker_groups={"gpu": {}}) as creator:
+            creator.worker_spec["large"] = creator.groups.spec("gpu")
+            await creator
+            await eventually(lambda: arrived(creator) == 2)
+            created.set()
+            await asyncio.Event().wait()
+
+    def groups(cluster):
+        return {name: group.n_arrived for name, group in cluster.worker_groups.items()}
+
+    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
+    creator.start(create())
+    await created.wait()
+    before = {*it.platform.live}
+    async with rebuild("shared", shutdown_on_close=True) as cluster:
+        await eventually(lambda: groups(cluster) == {"default": 1, "gpu": 1})
+        assert (cluster.workers_of("default"), cluster.workers_of("gpu")) == (["shared-worker-0"], ["large"])
+        creator.kill()
+        await eventually(lambda: cluster.keeps)
+        await asyncio.sleep(timing.strays + timing.stray)
+        assert groups(cluster) == {"default": 1, "gpu": 1}
+        assert (cluster.workers_of("default"), cluster.workers_of("gpu")) == (["shared-worker-0"], ["large"])
+        assert {*it.platform.live} == before
+        sessions = {group: used.sessions for group, used in (await cluster.usage()).items()}
+        assert sessions == {"scheduler": 1, "default": 1, "gpu": 1}
+        snapshot = await cluster.keeper.snapshot()
+        assert (snapshot.supply("default").sessions, snapshot.supply("gpu").sessions) == (1, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu": 2, "processes": 2}], ids=["one", "processes"])
+@simulated
+async def test_the_next_keeper_retires_the_workers_of_a_group_that_was_deleted_meanwhile(it, options):
+    groups = {"gpu": {"n_workers": 1, **options}}
+    creator = await create_elsewhere(it, name="shared", n_workers=1, worker_groups=groups, worker_args=[])
+    async with (
+        rebuild("shared", shutdown_on_close=True) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        holder = next(name for name in cluster.observed if name.startswith("shared-gpu-0"))
+        [future] = await client.scatter([bytes(1000)], workers=[holder])
+        creator.kill()
+        await cluster.delete_worker_group("gpu")
+        assert cluster.keeps
+        await eventually(lambda: len(it.platform.live) == 2)
+        assert await future == bytes(1000)
+
+
+@simulated
+async def test_a_worker_that_nobody_wants_or_has_launched_is_retired_before_it_is_stopped(it):
+    async with shared(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
+        await eventually(lambda: has(cluster, 2))
+        [future] = await client.scatter([bytes(1000)], workers=["shared-1"])
+        unknown = cluster.workers.pop("shared-1")
+        del cluster.worker_spec["shared-1"]
+        cluster._api.forget(unknown.session_id)
+        await eventually(lambda: unknown.session_id not in it.platform.live)
+        assert await future == bytes(1000)
+
+
 @pytest.mark.parametrize("cls", [CMLCluster, Named])
 @simulated
 async def test_the_next_keeper_gives_no_name_again(it, cls):
@@ -696,7 +765,7 @@ async def test_a_connected_worker_that_nobody_wants_or_has_recorded_is_stopped(i
         cluster._api.forget(unknown.session_id)
         for file in (state_directory() / "shared" / SESSIONS_FOLDER).glob(f"{unknown.session_id}*"):
             file.unlink()
-        await eventually(lambda: it.platform.all[unknown.session_id].stop_requested)
+        await eventually(lambda: unknown.session_id not in it.platform.live)
         await eventually(lambda: has(cluster, 1))
 
 

@@ -6,7 +6,10 @@ from itertools import product
 
 import pytest
 
-from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, dask_names, read_name, session_name
+from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, dask_names, read_name, session_name, session_of
+from dask_cml.options import Options
+from dask_cml.sessions.plan import Place, plan_worker
+from dask_cml.worker import process
 
 CLUSTERS = ("mine", "mine-gpu", "mine-0", "a b", "ü-1")
 GROUPS = (DEFAULT_GROUP, "gpu", "big-memory", "g2", "A_b-c", "gpu-1", "gpu-1-0", "a-2b-c-3")
@@ -45,6 +48,23 @@ def test_no_two_sessions_share_a_name():
 )
 def test_other_names_are_those_of_no_session(name):
     assert read_name("mine", name) is None
+
+
+async def test_a_dask_worker_repeats_the_name_and_group_of_its_session(tmp_path, monkeypatch):
+    plan = plan_worker(Options.read(name="mine"), Place(tmp_path), "a-w0", None, "gpu")
+    for name, value in plan.env.items():
+        monkeypatch.setenv(name, value)
+    assert session_of("mine", "a-w0-1", await process._about(None)) == ("gpu", "a-w0")
+
+
+def test_a_dask_worker_says_its_session_and_else_its_name_does():
+    assert session_of("mine", "mine-gpu-0", {"name": "mine-gpu-0", "group": "default"}) == (
+        "default",
+        "mine-gpu-0",
+    )
+    assert session_of("mine", "mine-gpu.1-0-3", {"session": None}) == ("gpu-1", "mine-gpu.1-0")
+    assert session_of("mine", "a-w0", {"name": "a-w0"}) == ("default", "a-w0")
+    assert session_of("mine", "a-w0", None) is None
 
 
 @pytest.mark.parametrize("name", ["", "0", "0gpu", "gpu.0", "gpu-", "-gpu", "g p", "gpü", "gpu\n", "a/b"])

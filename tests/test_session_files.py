@@ -37,7 +37,7 @@ def test_a_files_name_describes_its_session(cluster):
 def test_a_session_fills_in_the_form_of_its_file_by_itself(name):
     """As the wrapper does, which has only the standard library."""
     size = SessionSize(1, 2)
-    made = form(f"{name}-0", name, size).format(id="abcdefgh12345678", owner="", launched=LAUNCHED)
+    made = form(f"{name}-0", name, size, "default").format(id="abcdefgh12345678", owner="", launched=LAUNCHED)
     assert parse(made, name) == Launch("abcdefgh12345678", f"{name}-0", None, LAUNCHED, size)
 
 
@@ -70,7 +70,8 @@ def test_a_session_fills_in_the_form_of_its_file_by_itself(name):
         "abcdefgh,%2d,,1790000000,,",
         "abcdefgh,%FF,,1790000000,,",
         "abcdefgh,\udcff,,1790000000,,",
-        "abcdefgh,@-0,,1790000000,,stays",
+        "abcdefgh,@-0,,1790000000,,default",
+        "abcdefgh,@-gpu-0,,1790000000,,gpu",
         "abcdefgh,@-0,,1790000000,,0",
     ],
 )

@@ -33,11 +33,31 @@ def test_a_clusters_logs_are_listed_in_the_order_of_launch(tmp_path, name):
     (directory / name).mkdir(parents=True)
     for number in "10", "2", "0", "scheduler":
         (directory / name / f"{name}-{number}.log").touch()
-    for other in f"{name}-0.log.1", f"other-{name}-0.log", "axb+(c)-0.log":
+    for other in f"{name}-0.log.1", "notes.txt":
         (directory / name / other).touch()
     paths = SessionLogs(name, log_folder(tmp_path / name, str(directory))).paths()
     assert [*paths] == ["Scheduler", f"{name}-0", f"{name}-2", f"{name}-10"]
     assert [path.name for path in paths.values()] == [f"{name}-{i}.log" for i in ("scheduler", 0, 2, 10)]
+
+
+def test_logs_of_workers_of_any_name_are_listed_and_chosen(tmp_path, write):
+    names = ["Worker 1", "a-w0", "a-w2", "a-w10", "large", "large-2", "mine-0", "mine-gpu-0"]
+    for name in reversed(names):
+        write(name, f"of {name}\n")
+    logs = SessionLogs("mine", tmp_path)
+    assert [*logs.paths()] == names
+    assert logs.choose(names) == names
+    assert logs.choose(["a-w0-1", "large-2", "large-3", "mine-gpu-0-7"]) == [
+        "a-w0",
+        "large-2",
+        "large",
+        "mine-gpu-0",
+    ]
+    assert logs.read(False, ["a-w10", "large-1"]) == {"a-w10": ["of a-w10"], "large": ["of large"]}
+    with pytest.raises(
+        ValueError, match="invalid worker 'a-w1': expected one of Scheduler, Worker 1, a-w0, "
+    ):
+        logs.choose(["a-w1"])
 
 
 def test_clusters_and_groups_of_like_names_share_no_log(tmp_path):

@@ -20,7 +20,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_cml.checks import integer, seconds
 from dask_cml.errors import CMLError
 from dask_cml.keeper.policy import sessions_wanted
-from dask_cml.naming import DEFAULT_GROUP, session_name
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import Logger
 
 logger = Logger(__name__)
@@ -265,8 +265,7 @@ class CMLAdaptive(Adaptive):
             if self._pauses.checks < self._least_wait_count or self._pauses.last <= start_time:
                 self.wait_count += math.ceil(start_time / self.interval)
         self._busy = snapshot.supply(self._group).busy
-        numbers = snapshot.borrowed(self._group)
-        self._borrowed = [session_name(self.cluster.options.name, self._group, number) for number in numbers]
+        self._borrowed = [*snapshot.borrowed(self._group)]
         plan = self.plan
         launched = [workers[name].launched_at for name in plan - arrived if name in workers]
         return sessions_wanted(

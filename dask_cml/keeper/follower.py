@@ -121,8 +121,7 @@ class Follower:
         with self._groups.changing():
             if not self._groups.is_changed_by_hand:  # else the next step writes it on the board first
                 self._cluster.worker_spec.clear()
-                for name in self._report.wanted:
-                    group = self._groups.group_of(name)
+                for name, group in self._report.wanted.items():
                     if group in self._groups:  # an older report may name workers of a deleted group
                         self._cluster.worker_spec[name] = self._groups.spec(group)
         pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS

@@ -12,7 +12,7 @@ from distributed.deploy.spec import SpecCluster
 
 from dask_cml.checks import message
 from dask_cml.keeper.adaptive import CMLAdaptive
-from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
+from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import Options
 from dask_cml.options.limits import Sessions
 from dask_cml.scheduler.board import BoardGroup
@@ -264,12 +264,8 @@ class Groups:
                 self._cluster._i += 1
 
     def group_of(self, name: str) -> str:
-        """Return the group of a worker: of its spec or, if it is not wanted any more, of its name."""
-        spec = self._cluster.worker_spec.get(name)
-        if spec is not None:
-            group: str = spec.get("worker_group", DEFAULT_GROUP)
-            return group
-        group, _ = read_name(self._prefix, name) or (DEFAULT_GROUP, -1)
+        """Return the group of a wanted worker."""
+        group: str = self._cluster.worker_spec.get(name, {}).get("worker_group", DEFAULT_GROUP)
         return group
 
     # -- wanted workers

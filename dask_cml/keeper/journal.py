@@ -136,6 +136,7 @@ class Journal:
             owner=owner if is_session_id(owner) else None,
             launched=int(launched),
             size=None if plan is None else plan.size,
+            group=None if process is None else process.group,
         )
 
 

@@ -27,7 +27,7 @@ from dask_cml.keeper.policy import Snapshot, Supply, unrunnable
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import Retirements, choose, connected_names, drop
 from dask_cml.layout import SCHEDULER
-from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
 from dask_cml.options.limits import room
 from dask_cml.output import Logger
@@ -41,6 +41,7 @@ from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause, Loss
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess, Session
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -63,6 +64,11 @@ def _class_of(spec: Mapping[str, Any]) -> Any:
     """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
     cls = spec["cls"]
     return import_term(cls) if isinstance(cls, str) else cls
+
+
+def _about(worker: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a Dask worker says of itself, see :mod:`dask_cml.worker.process`."""
+    return worker.get("cml") or {}
 
 
 class Keeper:
@@ -346,7 +352,10 @@ class Keeper:
         """Return a worker of a spec that is not launched yet. A subclass may use any class."""
         self._groups.given([name])
         address = None if self._cluster.scheduler is None else self._cluster.scheduler.address
-        return _class_of(spec)(address, **{"name": name, **spec.get("options", {})})
+        cls, arguments = _class_of(spec), {"name": name, **spec.get("options", {})}
+        if isinstance(cls, type) and issubclass(cls, CMLWorker):
+            arguments["worker_group"] = spec.get("worker_group", DEFAULT_GROUP)
+        return cls(address, **arguments)
 
     async def _attach(self, name: str, worker: Any) -> None:
         """Enter a launched worker into the cluster."""
@@ -361,12 +370,15 @@ class Keeper:
         self._cluster.workers.clear()
         self._groups.drop(self._groups.workers())
         for launch in record.launches.values():
-            group_name = self._groups.group_of(launch.key)
-            if launch.key == SCHEDULER or group_name not in self._groups:
+            if launch.key == SCHEDULER:
                 if launch.id != record.scheduler.session:
-                    self._api.adopt(launch.id, launch.key)  # of a deleted group, so it is stopped
+                    self._api.adopt(launch.id, launch.key)  # of a lost scheduler, so the step stops it
                 continue
-            spec = self._groups.spec(group_name)
+            group = launch.worker_group(self._name)
+            if group not in self._groups:
+                self._adopt_unwanted(launch.id, launch.key, group, launch)
+                continue
+            spec = self._groups.spec(group)
             with self._groups.changing():
                 self._cluster.worker_spec[launch.key] = spec
             worker = self._make(launch.key, spec)
@@ -379,6 +391,15 @@ class Keeper:
         self._last_restart = max([0, *(restart.number for restart in self._remote.board.restarts)])
         self._want_all(self._remote.board.groups)
         self._journal = Journal(self._api, record)
+
+    def _adopt_unwanted(self, session: str, name: str, group: str, launch: Launch | None) -> None:
+        """Let the next step retire a worker that nobody wants, and then stop its session."""
+        worker: CMLWorker = self._make(name, self._groups.spec(DEFAULT_GROUP))  # its own options are unknown
+        infos = [*self._cluster.scheduler_info["workers"].values()]
+        worker.dask_names = [str(info["name"]) for info in infos if _about(info).get("session") == session]
+        worker.group = group
+        worker.adopt(session, launch)
+        self._cluster.workers[name] = worker
 
     # -- requests of users
 
@@ -766,11 +787,13 @@ class Keeper:
             return
         used = {str(process.session_id) for process in self.processes}.union(*self._stops.values())
         strays = {session: key for session, key in record.sessions.items() if session not in used}
+        groups = {session: record.launches[session].worker_group(self._name) for session in strays}
         for info in [*self._cluster.scheduler_info["workers"].values()]:
-            session = (info.get("cml") or {}).get("session")
-            group_and_number = read_name(self._name, str(info["name"]))
-            if session and group_and_number and session not in used:
-                strays[session] = session_name(self._name, *group_and_number)
+            about = _about(info)
+            session, name = about.get("session"), about.get("name")
+            if session and name and session not in used:
+                strays[session] = name
+                groups[session] = about.get("group") or DEFAULT_GROUP
         self._strays = {session: self._strays.get(session, now) for session in strays}
         date = time.time()
         for session, key in strays.items():
@@ -786,9 +809,12 @@ class Keeper:
                 worker = self._make(key, spec)
                 worker.adopt(session, launch)
                 await self._attach(key, worker)
-            else:
-                logger.warning("Session %s of %s stopped: no process has launched it", session, key)
+                continue
+            logger.warning("Session %s of %s stopped: no process has launched it", session, key)
+            if key == SCHEDULER or key in self._cluster.workers:
                 self._api.adopt(session, key)  # the step stops what it knows and does not use
+            else:
+                self._adopt_unwanted(session, key, groups[session], launch)
 
     def _log_event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session, for the scheduler's log of events."""
@@ -917,7 +943,7 @@ class Keeper:
             closed = [name for name in board.closing if name in self._closed]
             report = Report.of(
                 self.sessions,
-                wanted=self._groups.workers(),
+                wanted={name: self._groups.group_of(name) for name in self._groups.workers()},
                 problem=self.problem,
                 gave_up=self.gave_up,
                 shortages=self.shortages,

@@ -753,8 +753,7 @@ class KeptCluster(SpecCluster):
 
     def workers_of(self, group: str) -> list[str]:
         """Return the names of a group's sessions, wanted or not."""
-        names = [session.name for session in self.sessions if session.role == "worker"]
-        return [name for name in names if self.groups.group_of(name) == group]
+        return [session.name for session in self.sessions if session.group == group]
 
     # -- what the cluster is
 

@@ -45,8 +45,8 @@ class Supply:
         Number of sessions that the scheduler knows.
     busy : int
         Number of these sessions that process tasks.
-    borrowed : sequence of int
-        The numbers of busy sessions that only process tasks without needs, and would lose little.
+    borrowed : sequence of str
+        The names of busy sessions that only process tasks without needs, and would lose little.
     full : int
         Number of sessions that run nothing, because their memory and their disk are full.
     managed : int
@@ -63,7 +63,7 @@ class Supply:
     target: int = 0
     sessions: int = 0
     busy: int = 0
-    borrowed: Sequence[int] = ()
+    borrowed: Sequence[str] = ()
     full: int = 0
     managed: int = 0
     limit: int = 0
@@ -110,8 +110,8 @@ class Snapshot:
         """Return the work that scales up a group."""
         return [work for work in self.work if self._group_for(work.resources) == group]
 
-    def borrowed(self, group: str) -> Sequence[int]:
-        """Return the numbers of the sessions that only process tasks of another group."""
+    def borrowed(self, group: str) -> Sequence[str]:
+        """Return the names of the sessions that only process tasks of another group."""
         plain_group = self._group_for({})
         if plain_group in (group, None) or not self.supply(plain_group).sessions:
             return ()

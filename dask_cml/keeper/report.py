@@ -19,8 +19,8 @@ class Report:
 
     Parameters
     ----------
-    wanted : sequence of str
-        The names of the wanted workers.
+    wanted : mapping of str to str
+        The groups of the wanted workers by their names.
     sessions : sequence of mapping
         The sessions, the scheduler's first, see :meth:`of`.
     problem : str or None
@@ -35,7 +35,7 @@ class Report:
         Workers that cannot be stopped now, because no other worker can take their data.
     """
 
-    wanted: Sequence[str] = ()
+    wanted: Mapping[str, str] = field(default_factory=dict)
     sessions: Sequence[Mapping[str, Any]] = ()
     problem: str | None = None
     gave_up: Mapping[str, str] = field(default_factory=dict)

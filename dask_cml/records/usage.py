@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from dask_cml.layout import SCHEDULER
-from dask_cml.naming import DEFAULT_GROUP, read_name
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import SessionSize
 from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
@@ -141,7 +141,7 @@ def usage_of(record: Record, now: float) -> Usage:
     for launch in {**record.launches, **record.ended}.values():
         group = SCHEDULER
         if launch.key != SCHEDULER:
-            group, _ = read_name(record.name, launch.key) or (DEFAULT_GROUP, 0)
+            group = launch.worker_group(record.name)
         used[group] = used.get(group, SessionHours()) + _hours_of(launch, now)
     order = sorted(used, key=lambda group: (group != SCHEDULER, group != DEFAULT_GROUP, group))
     return Usage({group: used[group] for group in order})

@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
-from dask_cml.naming import DEFAULT_GROUP, read_name
+from dask_cml.naming import session_of
 from dask_cml.scheduler.full import is_full
 
 #: Maximum numbers of tasks to look at. Of more tasks, an even sample is enough. Queued tasks need fewer,
@@ -66,7 +66,7 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     scheduler : Scheduler
         The scheduler.
     cluster : str
-        The cluster's name, with which its workers' names begin.
+        The cluster's name.
 
     Returns
     -------
@@ -75,8 +75,8 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
         ``groups`` describes the worker groups with sessions: the number of ``sessions``; the number of
-        ``busy`` sessions, which process tasks or take part in a shuffle; the numbers in the names of
-        ``borrowed`` sessions, which only process a few short tasks without needs; the number of ``full``
+        ``busy`` sessions, which process tasks or take part in a shuffle; the names of ``borrowed``
+        sessions, which only process a few short tasks without needs; the number of ``full``
         sessions, which run nothing because their memory and their disk are full; the ``managed`` bytes and
         the memory ``limit`` in bytes.
     """
@@ -92,13 +92,12 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
                 restricted[names] = restricted.get(names, 0) + weight
         else:
             _add(work, needs_of(task), weight, weight * duration_of(scheduler, task), weight)
-    sessions: dict[str, dict[int, list[WorkerState]]] = {}
-    others: dict[str, int] = {}
+    sessions: dict[str, dict[str, list[WorkerState]]] = {}
     for worker in scheduler.workers.values():
-        name = read_name(cluster, str(worker.name)) or _named_otherwise(worker, others)
-        if name is not None:
-            group, number = name
-            sessions.setdefault(group, {}).setdefault(number, []).append(worker)
+        session = session_of(cluster, str(worker.name), worker.extra.get("cml"))
+        if session is not None:
+            group, name = session
+            sessions.setdefault(group, {}).setdefault(name, []).append(worker)
             _add_processing(work, scheduler, worker)
     closable = [*scheduler.workers.values()]
     for plugin in [*scheduler.plugins.values()]:
@@ -109,14 +108,8 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     return {
         "work": [asdict(entry) for entry in work.values()],
         "restricted": [{"names": [*names], "tasks": round(n)} for names, n in restricted.items()],
-        "groups": {group: _describe(by_number, addresses) for group, by_number in sessions.items()},
+        "groups": {group: _describe(by_name, addresses) for group, by_name in sessions.items()},
     }
-
-
-def _named_otherwise(worker: WorkerState, numbers: dict[str, int]) -> tuple[str, int] | None:
-    """Return the group and a number of a session whose workers a subclass of the cluster has named."""
-    session = (worker.extra.get("cml") or {}).get("session")
-    return None if session is None else (DEFAULT_GROUP, numbers.setdefault(session, -1 - len(numbers)))
 
 
 def _add(work: dict[Needs, Work], needs: Needs, tasks: float, seconds: float, unrunnable: float = 0) -> None:
@@ -144,13 +137,14 @@ def _add_processing(work: dict[Needs, Work], scheduler: Scheduler, worker: Worke
             _add(work, needs_of(task), running / len(durations), seconds)
 
 
-def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
+def _describe(sessions: dict[str, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
     busy, borrowed = [], []
-    for number, workers in sorted(sessions.items()):
+    for name in sorted(sessions, key=lambda name: (len(name), name)):
+        workers = sessions[name]
         if any(worker.processing or worker.address not in closable for worker in workers):
-            busy.append(number)
+            busy.append(name)
             if all(_is_borrowed(worker, closable) for worker in workers):
-                borrowed.append(number)
+                borrowed.append(name)
     all_workers = [worker for workers in sessions.values() for worker in workers]
     return {
         "sessions": len(sessions),

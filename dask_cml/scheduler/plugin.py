@@ -26,7 +26,7 @@ from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set, within
 from dask_cml.handshake import limit_handshakes
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
-from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.naming import DEFAULT_GROUP, session_of
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler import dashboard
 from dask_cml.scheduler.activity import Activity, Work
@@ -178,8 +178,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _present(self) -> dict[str, Any]:
         """Return how many Dask workers are connected, for processes that only read the file."""
         workers = [*self._scheduler.workers.values()]
-        names = [read_name(self._cluster, str(worker.name)) for worker in workers]
-        groups = Counter(DEFAULT_GROUP if name is None else name[0] for name in names)
+        sessions = map(self._session_of, workers)
+        groups = Counter(DEFAULT_GROUP if session is None else session[0] for session in sessions)
         return {
             "workers": len(workers),
             "groups": dict(groups),
@@ -188,6 +188,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "problem": self._problem,
             "idle_since": self._idle_since,
         }
+
+    def _session_of(self, worker: WorkerState) -> tuple[str, str] | None:
+        """Return the group and the name of the session in which a Dask worker runs."""
+        return session_of(self._cluster, str(worker.name), worker.extra.get("cml"))
 
     async def _keep_file(self) -> None:
         self._shut_down(await self._file.run(self._state))
@@ -484,10 +488,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _note_activity(self) -> None:
         busy: dict[str, bool] = {}
         for worker in self._scheduler.workers.values():
-            group_and_number = read_name(self._cluster, str(worker.name))
-            if group_and_number is not None:
-                session = session_name(self._cluster, *group_and_number)
-                busy[session] = busy.get(session, False) or bool(worker.processing)
+            session = self._session_of(worker)
+            if session is not None:
+                _, name = session
+                busy[name] = busy.get(name, False) or bool(worker.processing)
         prefixes = [*self._scheduler.task_prefixes.values()]
         work = Work(
             wanted=sum(group.target for group in self._board.groups.values()),

@@ -1,9 +1,9 @@
 """The files of a cluster's sessions. They are empty: a name describes a session, or what became of it.
 
 The keeper writes a file for every session that it launches, and a session writes its own when it starts.
-Its name is ``<id>,<key>,<owner>,<launched>,<size>,``. See :class:`Launch`. What is unknown is empty. At the
-beginning of the key, ``@`` stands for the cluster's name, which may be long. Ambiguous characters in a key
-are percent-encoded.
+Its name is ``<id>,<key>,<owner>,<launched>,<size>,<group>``. See :class:`Launch`. What is unknown is empty,
+and so is a group that the key says. At the beginning of the key, ``@`` stands for the cluster's name, which
+may be long. Ambiguous characters in a key are percent-encoded.
 
 What is known later are files of their own: ``<id>,waits``, ``<id>,began,<time>`` and
 ``<id>,ended,<time>,<cause>``.
@@ -27,13 +27,14 @@ from urllib.parse import quote, unquote
 
 from dask_cml.checks import is_session_id
 from dask_cml.layout import SESSIONS_FOLDER
+from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, read_name
 from dask_cml.options import SessionSize, exact
 from dask_cml.private_files import check_folder, report_ignored
 
 _TIME = "[1-9][0-9]{0,11}"
 _NUMBER = "[0-9.e+-]+"
 _SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
-_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?,", re.ASCII)
+_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?,({GROUP_NAME.pattern})?", re.ASCII)
 _FACT = re.compile(rf"[^,]+,(?:waits|began,({_TIME})|ended,({_TIME}),([a-z-]*))", re.ASCII)
 _CLUSTER = "@"
 #: Seconds of real time after which a folder that changes has another time, whatever its file system.
@@ -64,6 +65,8 @@ class Launch:
         The time of its end.
     cause : str
         Why it ended, if nobody asked for it, such as ``out of memory``.
+    group : str, optional
+        The worker group, if it is another one than the key says.
     """
 
     id: str
@@ -75,10 +78,21 @@ class Launch:
     began: int | None = None
     ended: int | None = None
     cause: str = ""
+    group: str | None = None
 
     def seconds(self, now: float) -> float:
         """Return for how long it has used room, in seconds."""
         return 0.0 if self.waits else (self.ended or now) - (self.began or self.launched)
+
+    def worker_group(self, cluster: str) -> str:
+        """Return the worker group of a worker's session in a cluster."""
+        return self.group or _group_in(self.key, cluster)
+
+
+def _group_in(key: str, cluster: str) -> str:
+    """Return the group that the name of a worker's session says."""
+    group, _ = read_name(cluster, key) or (DEFAULT_GROUP, 0)
+    return group
 
 
 def file_name(launch: Launch, cluster: str) -> str:
@@ -97,16 +111,17 @@ def file_name(launch: Launch, cluster: str) -> str:
     >>> file_name(launch, "mine")
     'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1,'
     """
-    name = form(launch.key, cluster, launch.size)
+    name = form(launch.key, cluster, launch.size, launch.group)
     return name.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
 
 
-def form(key: str, cluster: str, size: SessionSize | None) -> str:
+def form(key: str, cluster: str, size: SessionSize | None, group: str | None) -> str:
     """Return the name of a new session's file, without ``{id}``, ``{owner}`` and ``{launched}``."""
+    other_group = group if group is not None and group != _group_in(key, cluster) else ""
     text = f"{exact(size.cpu)}x{exact(size.memory)}x{size.nvidia_gpu}" if size else ""
     rest = key.removeprefix(cluster)
     quoted = quote(rest, safe="") if rest == key else _CLUSTER + quote(rest, safe="")
-    return f"{{id}},{quoted},{{owner}},{{launched}},{text},"
+    return f"{{id}},{quoted},{{owner}},{{launched}},{text},{other_group}"
 
 
 def parse(name: str, cluster: str) -> Launch:
@@ -120,11 +135,11 @@ def parse(name: str, cluster: str) -> Launch:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!a} is not the name of a session's file")
-    session_id, key, owner, launched, cpu, memory, gpus = match.groups()
+    session_id, key, owner, launched, cpu, memory, gpus, group = match.groups()
     prefix = cluster if key.startswith(_CLUSTER) else ""
     key = prefix + unquote(key.removeprefix(_CLUSTER), errors="strict")
     size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
-    launch = Launch(session_id, key, owner or None, int(launched), size)
+    launch = Launch(session_id, key, owner or None, int(launched), size, group=group)
     ids = {session_id, launch.owner or session_id}
     if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
         raise ValueError(f"{name!a} does not describe a session")

@@ -26,10 +26,13 @@ from dask_cml.layout import (
     NANNY_PRELOAD,
     NUMBER,
     SCHEDULER,
+    WORKER,
+    WORKER_GROUP,
     board_file,
     inside_name,
     scheduler_file,
 )
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
@@ -151,7 +154,9 @@ def plan_scheduler(
     return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, env, session)
 
 
-def plan_worker(options: Options, place: Place, name: str, address: str | None) -> SessionPlan:
+def plan_worker(
+    options: Options, place: Place, name: str, address: str | None, group: str = DEFAULT_GROUP
+) -> SessionPlan:
     """Plan a worker session.
 
     Parameters
@@ -164,6 +169,8 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
         The Dask worker's name. With more than one process, the suffixes are ``-0``, ``-1`` and so on.
     address : str or None
         The scheduler's address. None: it is unknown yet, and the worker reads it from the scheduler's file.
+    group : str
+        The worker group.
     """
     session: dict[str, Any] = {
         "passes_notice": True,
@@ -199,7 +206,8 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
     arguments += [*tls.arguments(place.security, "worker"), *options.worker_args]
-    return _plan(options, place, name, command, arguments, {**env, **options.env}, session)
+    env |= {WORKER: name, WORKER_GROUP: group, **options.env}
+    return _plan(options, place, name, command, arguments, env, session, group)
 
 
 def _worker_command(options: Options) -> Sequence[str]:
@@ -256,10 +264,11 @@ def _plan(
     arguments: list[str],
     env: Mapping[str, str],
     session: dict[str, Any],
+    group: str | None = None,
 ) -> SessionPlan:
     """Plan a session by its key: the name of a worker, or ``"scheduler"``.
 
-    `session` contains more arguments of :func:`dask_cml.wrapper.run`.
+    `session` contains more arguments of :func:`dask_cml.wrapper.run`. `group` is the group of a worker.
     """
     name, started, role = key, key, "A worker"
     size, launch_options = options.worker, options.launch_options
@@ -271,7 +280,7 @@ def _plan(
         title += f" {place.record[:_ID_LENGTH]}"
         if key == SCHEDULER and place.number:  # the platform may still list the scheduler before
             title += f"-{place.number}"
-        session |= {"name": quote(started, safe=""), "entry": form(key, options.name, size)}
+        session |= {"name": quote(started, safe=""), "entry": form(key, options.name, size, group)}
         session |= {"record": place.record, "next_board": board_file(place.number + 1)}
     log = log_path(name, place.folder, options.log_directory)
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.

@@ -12,7 +12,7 @@ from dask_cml.cancellation import first_of
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
-from dask_cml.naming import dask_names
+from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options
 from dask_cml.output import Logger
 from dask_cml.private_files import read_file
@@ -187,6 +187,8 @@ class CMLWorker(CMLProcess):
         The options of the worker's group.
     place : Place
         The cluster's folder and keys, and the number of its scheduler.
+    worker_group : str
+        The name of that group.
     **own
         Options that differ from the group's options, such as ``memory="16 GiB"``.
 
@@ -213,12 +215,21 @@ class CMLWorker(CMLProcess):
     role = "worker"
 
     def __init__(
-        self, scheduler: str | None, name: str, *, api: WorkersAPI, options: Options, place: Place, **own: Any
+        self,
+        scheduler: str | None,
+        name: str,
+        *,
+        api: WorkersAPI,
+        options: Options,
+        place: Place,
+        worker_group: str = DEFAULT_GROUP,
+        **own: Any,
     ) -> None:
         usual = options.per_session
         if own := {name: value for name, value in own.items() if value != usual.get(name)}:
             options = options.of_group(own)
-        super().__init__(api, options, plan_worker(options, place, name, scheduler))
+        super().__init__(api, options, plan_worker(options, place, name, scheduler, worker_group))
+        self.group = worker_group
         self._place = place
         self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,8 @@ class Session:
         session.
     waits_for : float or None
         Time for which it has been queued, in seconds. None if it is not queued.
+    group : str or None
+        The worker group. None for the scheduler.
     """
 
     id: str
@@ -70,6 +72,7 @@ class Session:
     size: SessionSize
     owner: str | None = None
     waits_for: float | None = None
+    group: str | None = None
 
     @property
     def age(self) -> float:
@@ -96,6 +99,7 @@ class Session:
             "size": {**vars(self.size)},
             "since": self.since.timestamp(),
             "waits": self.waits_for is not None,
+            "group": self.group,
         }
 
 
@@ -103,6 +107,8 @@ class CMLProcess(ProcessInterface):
     """A session that is launched, watched and stopped. The base of scheduler and worker."""
 
     role: str
+    #: The worker group of a worker.
+    group: str | None = None
 
     def __init__(self, api: WorkersAPI, options: Options, plan: SessionPlan) -> None:
         super().__init__(name=plan.name)
@@ -165,6 +171,7 @@ class CMLProcess(ProcessInterface):
         self.adopted = True
         if launch is not None:
             self.owner, self.since = launch.owner, datetime.fromtimestamp(launch.launched, timezone.utc)
+            self.plan = replace(self.plan, size=launch.size or self.plan.size)
         self.launched_at = self._begun_at = time.monotonic()
         self.status = Status.running
 
@@ -205,6 +212,7 @@ class CMLProcess(ProcessInterface):
             size=self.plan.size,
             owner=self.owner,
             waits_for=self.waits_for,
+            group=self.group,
         )
 
     @property

@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 from dask_cml.errors import CMLError
 from dask_cml.layout import LOGS_FOLDER
-from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.private_files import NotPrivate, open_regular
 from dask_cml.words import printable
 
@@ -29,6 +28,9 @@ _MOST, _LONGEST = 2**20, 2**20
 _LEVEL = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ - \S+ - ([A-Z]+) - ")
 #: A line that the program of a session has added, such as ``[dask worker exited with status 1]``.
 _NOTE, _GOOD_END = re.compile(r"\[.*\]$"), re.compile(r"\[.* exited with status 0\]$")
+#: What the name of one of several Dask workers adds to the name of their session.
+_PROCESS = re.compile(r"-[0-9]{1,9}\Z", re.ASCII)
+_NUMBER = re.compile(r"([0-9]+)", re.ASCII)
 _WARNINGS = ("WARNING", "ERROR", "CRITICAL")
 #: Bytes of a part of a log, and of the end of a log that contains its last lines.
 _PART, _END = 2**16, 2**13
@@ -50,6 +52,11 @@ def log_folder(folder: Path, log_directory: str | None) -> Path:
 def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
     """Return the path of the log of a session with this name, see :func:`log_folder`."""
     return log_folder(folder, log_directory) / (session + _SUFFIX)
+
+
+def _in_words(name: str) -> list[str | int]:
+    """Return the parts of a name, by which ``mine-2`` comes before ``mine-10``."""
+    return [int(part) if i % 2 else part for i, part in enumerate(_NUMBER.split(name))]
 
 
 def last_lines(log: Path, n: int) -> str:
@@ -113,7 +120,6 @@ class SessionLogs:
     def __init__(self, cluster: str, folder: Path) -> None:
         self._own = folder / (OWN + _SUFFIX)
         self._scheduler = folder / f"{cluster}-scheduler{_SUFFIX}"
-        self._cluster = cluster
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
 
@@ -125,13 +131,9 @@ class SessionLogs:
             files = []
         first = {CLUSTER: self._own, SCHEDULER: self._scheduler}
         paths = {name: path for name, path in first.items() if path.name in files}
-        workers = []
-        for file in files:
-            session = file.removesuffix(_SUFFIX)
-            name = read_name(self._cluster, session)
-            if name and file == session_name(self._cluster, *name) + _SUFFIX:
-                workers.append((name[0] != DEFAULT_GROUP, name, session))
-        for *_, session in sorted(workers):
+        # A subclass may name workers as it likes, but nothing else writes logs into this folder.
+        others = {file for file in files if file.endswith(_SUFFIX)} - {path.name for path in first.values()}
+        for session in sorted((file.removesuffix(_SUFFIX) for file in others), key=_in_words):
             paths[session] = self._scheduler.with_name(session + _SUFFIX)
         return paths
 
@@ -153,9 +155,10 @@ class SessionLogs:
         known = dict.fromkeys([SCHEDULER, *self.paths(), *launched])
         chosen: dict[str, None] = {}
         for worker in workers:
-            name = read_name(self._cluster, worker)
-            session = session_name(self._cluster, *name) if name else worker.capitalize()
-            if session not in known:
+            process = _PROCESS.search(worker)
+            names = (worker, worker.capitalize(), worker[: process.start()] if process else worker)
+            session = next((name for name in names if name in known), None)
+            if session is None:
                 raise ValueError(f"invalid worker {worker!r}: expected one of {', '.join(known)}")
             chosen[session] = None
         return [*chosen]

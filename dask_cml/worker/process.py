@@ -30,7 +30,7 @@ from distributed.process import AsyncProcess
 from distributed.worker import Worker
 
 from dask_cml.handshake import limit_handshakes
-from dask_cml.layout import ALLOCATION_LIMIT, NANNY_PRELOAD
+from dask_cml.layout import ALLOCATION_LIMIT, NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
 from dask_cml.worker import gpus
 
@@ -190,9 +190,11 @@ def _limit_allocations(most: int) -> None:
 
 
 async def _about(worker: Worker) -> dict[str, Any]:
-    """Return what the scheduler keeps of a worker: its session, and how much it may spill."""
+    """Return what the scheduler keeps of a worker: its session with name and group, and its spill limit."""
     most = dask.config.get("distributed.worker.memory.max-spill")
     return {
         "session": os.environ.get("CDSW_ENGINE_ID"),
+        "name": os.environ.get(WORKER),
+        "group": os.environ.get(WORKER_GROUP),
         "max_spill": None if not most else parse_bytes(most),
     }

@@ -16,6 +16,7 @@ from distributed import Scheduler, Worker
 from distributed.security import Security
 
 from dask_cml import wrapper
+from dask_cml.layout import WORKER, WORKER_GROUP
 
 from .faults import Luck
 from .platform import SimulatedPlatform
@@ -246,8 +247,10 @@ class RunningSessions:
             )
             for worker_name in ([name] if n == 1 else [f"{name}-{i}" for i in range(n)])
         ]
+        env = session.launched_with["env"]
+        about = {"session": session.id, "name": env[WORKER], "group": env[WORKER_GROUP]}
         for worker in workers:
-            worker.startup_information["cml"] = lambda _: {"session": session.id}
+            worker.startup_information["cml"] = lambda _: about
         self._servers[session.id] = workers
         self.workers.setdefault(name, []).append(session.id)
         await asyncio.gather(*workers)
