@@ -7,6 +7,7 @@ not import dask-cml.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shlex
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 from weakref import WeakSet
 
-from distributed.client import Client
+from distributed.client import Client, FutureState
 from distributed.comm.addressing import get_address_host, parse_address
 from distributed.comm.core import Comm, Connector, FatalCommClosedError
 from distributed.comm.registry import Backend, get_backend
@@ -27,7 +28,7 @@ from dask_cml.options import state_directory
 from dask_cml.output import Logger
 from dask_cml.protocol import END
 from dask_cml.records import liveness, store
-from dask_cml.records.history import ended_clusters
+from dask_cml.records.history import why_ended
 from dask_cml.records.record import SCHEME, Record
 from dask_cml.sessions import tls
 
@@ -42,6 +43,8 @@ RECONNECT_TIMEOUT, _RETRY = 300.0, 0.1
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
 #: Whether Dask connects in a task of its own, so that a connection does not know which task waits for it.
 _CONNECTS_IN_A_TASK = sys.version_info < (3, 11)
+#: Whether Dask's errors of cancelled futures have a reason.
+_CANCELS_WITH_REASON = "reason" in inspect.signature(FutureState.cancel).parameters
 _warned: set[str] = set()
 #: The clients that have been connected.
 _connected: WeakSet[Client] = WeakSet()
@@ -113,7 +116,7 @@ class CMLConnector(Connector):
             clients = [client for client in clients if client.status == "connecting"]
             if not clients:
                 raise
-            end = await _in_thread(_why_ended, _records[address]) or str(error)
+            end = await _in_thread(why_ended, _records[address]) or str(error)
             _log_end(unquote(address), end, clients)
             reconnects = any(client._handle_report_task is asyncio.current_task() for client in clients)
             if reconnects or _CONNECTS_IN_A_TASK:
@@ -177,11 +180,6 @@ def _log_end(name: str, why: str, clients: Collection[Client]) -> None:
             logger.warning("Client disconnected from cluster %s, which has ended: %s", name, why)
 
 
-def _why_ended(record_id: str) -> str | None:
-    """Return why a cluster has ended, from its history."""
-    return next((cluster.why for cluster in ended_clusters() if cluster.id == record_id), None)
-
-
 def _prepare_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
     """Give this process's clients of an address the keys for workers, and tell them of the cluster's end.
 
@@ -212,10 +210,22 @@ def _close_at_end(client: Client, name: str) -> None:
 
     async def close(event: tuple[float, Mapping[str, Any]]) -> None:
         _, message = event
-        _log_end(name, str(message.get("reason")), [client])
+        why = str(message.get("reason"))
+        _log_end(name, why, [client])
+        _cancel_futures(client, f"cluster {name} has ended: {why}")
         await client._close()
 
     client.subscribe_topic(END, close)
+
+
+def _cancel_futures(client: Client, why: str) -> None:
+    """Cancel all futures of a client with a reason, as Client._reconnect (client.py:1518) does."""
+    for future in [*client.futures.values()]:
+        if _CANCELS_WITH_REASON:
+            future.cancel(reason=why)
+        else:
+            future.cancel()
+    client.futures.clear()
 
 
 async def _ensure_connected(client: Client, timeout: float | None = None) -> None:

@@ -999,6 +999,8 @@ class CMLCluster(KeptCluster):
         if not hasattr(self, "_loop_runner"):  # Dask's classes have refused an argument
             no_longer_end_at_exit(self)
             return
+        if isinstance(error, KeyboardInterrupt):
+            self.note_interrupt()
         try:
             self._end(shutdown=not self._connects)
         except Exception as failed:  # also of Dask's code

@@ -114,6 +114,7 @@ class ListedCluster(ObservedCluster):
             raise CMLError(
                 f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run `{command}`"
             )
+        self.end_reason = f"shut down in JupyterLab's sidebar by {self._who}"
         return super().close(timeout)
 
 

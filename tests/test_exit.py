@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -217,7 +218,7 @@ def test_an_exception_that_nobody_handles_leaves_no_session(platform, all_stoppe
     assert err.count("Traceback") == err.count("ZeroDivisionError: division by zero") == 1
     all_stopped(2)
     [ended] = ended_clusters()
-    assert ended.why == "closed after ZeroDivisionError: division by zero"
+    assert re.fullmatch(r"closed by .* \(process \d+\) after ZeroDivisionError: division by zero", ended.why)
 
 
 WAITS = {
@@ -328,6 +329,8 @@ def test_sigterm_ends_a_program_that_goes_on_after_it(platform, all_stopped):
     program.process.send_signal(signal.SIGTERM)
     assert program.ends() == (128 + signal.SIGTERM, "caught\n", "")
     all_stopped(2)
+    [ended] = ended_clusters()
+    assert re.fullmatch(r"the program of .* \(process \d+\) ended", ended.why)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -19,6 +20,7 @@ from clusters import (
     end,
     launch,
     make,
+    rebuild,
     sessions,
     sign_of,
     simulate,
@@ -31,11 +33,13 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, cli
 from dask_cml.errors import CMLError
+from dask_cml.jupyter import ListedCluster
 from dask_cml.layout import LOGS_FOLDER, RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import history, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.sessions.here import this_user
 
 HOUR = 3600
 GONE = Maker("elsewhere", 1, 1.0, "session-of-ann", "ann")
@@ -76,7 +80,8 @@ async def test_the_history_of_a_closed_cluster_shows_its_usage_and_tasks(locally
             assert await client.gather(client.map(abs, range(5))) == [*range(5)]
         assert ended_clusters() == []
     found = the_only_one()
-    assert (found.name, found.why, found.user) == ("lab", "closed", Maker.this_process().user)
+    maker = Maker.this_process()
+    assert (found.name, found.why, found.user) == ("lab", f"closed by {maker.words}", maker.user)
     assert begun - 2 < found.created <= found.ended <= time.time()
     assert {group: used.sessions for group, used in found.usage.items()} == {"scheduler": 1, "default": 2}
     assert 0 < found.usage.total.hours * HOUR < 3 * (time.time() - begun + 1)
@@ -91,6 +96,55 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_in_the_shell(loc
         await asyncio.to_thread(CliRunner().invoke, cli.cml, ["delete", "lab"], catch_exceptions=False)
         await cluster.close()
     assert the_only_one().why == "deleted by ben"
+
+
+async def close(cluster):
+    await cluster.close()
+
+
+async def close_elsewhere(cluster):
+    await (await rebuild("lab")).close()
+
+
+async def shut_down_in_the_sidebar(cluster):
+    await (await ListedCluster(name="lab", create_mode="connect", asynchronous=True, quiet=True)).close()
+
+
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [
+        (close, "closed"),
+        (close_elsewhere, "closed"),
+        (shut_down_in_the_sidebar, "shut down in JupyterLab's sidebar"),
+    ],
+)
+@simulated
+async def test_everybody_learns_who_ended_a_cluster_and_where(it, end, what):
+    cluster = await simulate(name="lab", n_workers=1)
+    async with rebuild("lab") as seeing, Client("cml://lab", asynchronous=True) as client:
+        future = client.submit(asyncio.sleep, 3600)
+        await client.wait_for_workers(1)
+        await end(cluster)
+        words = f"{what} by {this_user()} in session notebook12345678 (process {Maker.this_process().pid})"
+        await eventually(lambda: seeing.status == cluster.status == Status.closed)
+        assert the_only_one().why == seeing.problem == words
+        assert cluster.problem == (None if end is close else words)
+        await eventually(lambda: client.status == "closed")
+        with pytest.raises(CancelledError) as raised:
+            await future
+        if "reason" in vars(raised.value):  # Dask has reasons since 2024.11
+            assert f"cluster lab has ended: {words}" in str(raised.value)
+
+
+@simulated
+async def test_the_history_says_that_the_start_was_interrupted(it):
+    cluster = simulate(name="lab", n_workers=1)
+    starting = asyncio.ensure_future(cluster._start())
+    await eventually(lambda: "lab-scheduler" in it.platform.running)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert the_only_one().why == f"interrupted while it started by {Maker.this_process().words}"
 
 
 async def idle(cluster):
@@ -498,7 +552,8 @@ async def test_the_history_names_the_exception_that_ended_the_block(locally):
     with pytest.raises(ZeroDivisionError):
         async with make(name="lab"):
             raise ZeroDivisionError("no luck")
-    assert the_only_one().why == "closed after ZeroDivisionError: no luck"
+    words = f"closed by {Maker.this_process().words} after ZeroDivisionError: no luck"
+    assert the_only_one().why == words
     own = dict(the_only_one().logs().read(scheduler=False, workers=["Cluster"]))["Cluster"]
     assert "Traceback (most recent call last):" in own[1]
     assert own[-1] == "ZeroDivisionError: no luck"

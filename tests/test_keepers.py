@@ -40,7 +40,7 @@ from dask_cml.keeper.keeper import Keeper
 from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
-from dask_cml.records.record import Record
+from dask_cml.records.record import Maker, Record
 from dask_cml.sessions.entry import Launch
 from dask_cml.timing import timing
 
@@ -644,15 +644,15 @@ async def test_others_get_the_link_although_the_creator_leaves_before_its_first_
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @simulated
-async def test_the_others_say_that_another_process_shut_the_cluster_down(it, elsewhere):
+async def test_the_others_say_who_shut_the_cluster_down(it, elsewhere):
     async with shared() as keeper:
         remote = await rebuild("shared")
         ending, seeing = (remote, keeper) if elsewhere else (keeper, remote)
         await ending.close()
         await eventually(lambda: seeing.status == Status.closed)
-        # By the record that the other one has removed, or by the scheduler's last words in it.
-        reasons = {"another process shut it down", "closed"}
-        assert lines_of(seeing)[-1] in {f"Cluster shared shut down: {reason}" for reason in reasons}
+        words = f"closed by {Maker.this_process().words}"
+        assert seeing.problem == words
+        assert lines_of(seeing)[-1] == f"Cluster shared shut down: {words}"
 
 
 async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(platform, monkeypatch):

@@ -166,7 +166,7 @@ def _uncaught_error() -> BaseException | None:
 
 def _end(cluster: Any, elsewhere: bool = False) -> None:
     try:
-        cluster.note_error(_uncaught_error())
+        cluster.note_exit(_uncaught_error())
         if elsewhere:
             cluster.end_in_another_process(_TIMEOUT)
         else:

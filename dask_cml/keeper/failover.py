@@ -13,6 +13,7 @@ from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTim
 from dask_cml.options import setting
 from dask_cml.output import Logger
 from dask_cml.records import liveness, store
+from dask_cml.records.history import why_ended
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.remote import Remote
 from dask_cml.rpc import NO_ANSWER
@@ -153,7 +154,8 @@ class Failover:
         try:
             latest = await asyncio.to_thread(store.read_again, record)
         except NoSuchCluster:
-            raise SchedulerLost(why) from None
+            ended = await asyncio.to_thread(why_ended, record.id)
+            raise SchedulerLost(ended or why) from None
         if latest.scheduler.closed is not None:
             raise SchedulerLost(latest.scheduler.closed)
         return latest

@@ -113,7 +113,8 @@ class KeptCluster(SpecCluster):
 
     def __init__(self, options: Options, given: Mapping[str, Any], *, quiet: bool, **arguments: Any) -> None:
         self.options = options
-        self.end_reason = "closed"
+        self._who = Maker.this_process().words
+        self.end_reason = f"closed by {self._who}"
         self._given = given
         self._quiet = quiet
         self._is_asynchronous = bool(arguments.get("asynchronous"))
@@ -254,6 +255,8 @@ class KeptCluster(SpecCluster):
             closed_meanwhile = self._closing is not None
             if self._n_starting > 1 and not closed_meanwhile:  # another task still waits
                 raise
+            if not closed_meanwhile:
+                self.note_interrupt()
             await self._close_failed_start()
             if closed_meanwhile:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
@@ -280,6 +283,10 @@ class KeptCluster(SpecCluster):
             await self._close(shutdown=not self._connects)
         except Exception as failed:  # also of Dask's code
             logger.error("Cluster %s not closed properly: %s", self.options.name, failed or repr(failed))
+
+    def note_interrupt(self) -> None:
+        """Note that its user has interrupted the start, for the cluster's history."""
+        self.end_reason = f"interrupted while it started by {self._who}"
 
     def _say_interrupted(self) -> None:
         """Tell the user, after Ctrl-C, how many sessions were stopped."""
@@ -1098,12 +1105,18 @@ class KeptCluster(SpecCluster):
         path = log_path(OWN, self.place.folder, self.options.log_directory)
         output.write(lambda: Log(str(path)).write(f"{now:%Y-%m-%d %H:%M:%S} - {text}\n".encode()))
 
+    def note_exit(self, error: BaseException | None) -> None:
+        """Note that the program exits, perhaps because of an exception, as :meth:`note_error` does."""
+        is_kernel = "ipykernel" in sys.modules
+        self.end_reason = f"{'the kernel' if is_kernel else 'the program'} of {self._who} ended"
+        self.note_error(error)
+
     def note_error(self, error: BaseException | None) -> None:
         """Note the exception that ends the cluster's block or program, for its log and its history."""
         if error is None or isinstance(error, SystemExit) or not self.shutdown_on_close:
             return
         words = first_line("".join(traceback.format_exception_only(error)))
-        self.end_reason = f"closed after {words}"
+        self.end_reason = f"closed by {self._who} after {words}"
         if self.keeper is not None:
             self._write_log(datetime.now(), "".join(traceback.format_exception(error)).rstrip())
 

@@ -320,6 +320,11 @@ def _size(folder: Path) -> int:
     return 0
 
 
+def why_ended(record_id: str) -> str | None:
+    """Return why a cluster has ended, by the id of its record. None: the history does not have it. Blocks."""
+    return next((cluster.why for cluster in ended_clusters() if cluster.id == record_id), None)
+
+
 def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
     """Return the clusters that have ended, the last one first. Ignore damaged files; warn once.
 

@@ -109,6 +109,12 @@ class Maker:
         started, session = process.create_time(), this_session()
         return cls(socket.gethostname(), process.pid, started, session, user or this_user(), serves)
 
+    @property
+    def words(self) -> str:
+        """Who runs the process, and where."""
+        where = f"on {self.host}" if self.session is None else f"in session {self.session}"
+        return f"{self.user or 'an unknown user'} {where} (process {self.pid})"
+
     def lives(self) -> bool | None:
         """Return whether the process runs. Return None if this process cannot see that."""
         if (self.host, self.session) != (socket.gethostname(), this_session()):
