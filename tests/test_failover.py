@@ -359,6 +359,32 @@ async def test_a_scheduler_that_is_listed_is_not_replaced_however_silent_it_is(i
 
 
 @simulated
+async def test_a_scheduler_that_is_not_listed_here_is_not_replaced_while_its_event_loop_is_busy(it):
+    await create_and_kill(it, name="lab", n_workers=1)
+    async with in_another_session(it) as other:
+        await eventually(lambda: other.keeps and arrived(other) == 1)
+        it.sessions.processes[other.sessions[0].id].pause(3 * timing.silence, threads=False)
+        await eventually(lambda: not other.is_connected)
+        await asyncio.sleep(2 * timing.silence)
+        assert not other.is_connected
+        await eventually(lambda: other.is_connected and arrived(other) == 1)
+        assert other.place.number == 0
+    await end_all(store.records())
+
+
+@simulated
+async def test_a_scheduler_that_is_not_listed_here_is_replaced_after_two_minutes_without_any_sign(it):
+    """Nothing better than silence exists for a process to which nobody lists the session."""
+    await create_and_kill(it, name="lab", n_workers=1)
+    async with in_another_session(it) as other:
+        await eventually(lambda: other.keeps and arrived(other) == 1)
+        it.sessions.processes[other.sessions[0].id].freeze()
+        await eventually(lambda: other.place.number == 1 and other.is_connected)
+        await eventually(lambda: arrived(other) == 1)
+    await end_all(store.records())
+
+
+@simulated
 async def test_a_silent_scheduler_that_is_listed_is_not_replaced_while_the_platform_does_not_answer(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1 and cluster.scheduler.is_listed)

@@ -37,7 +37,7 @@ from dask_cml.scheduler.health import Health
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Watcher, checked
-from dask_cml.scheduler.state_file import StateFile, unless_stale
+from dask_cml.scheduler.state_file import SignOfLife, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers
 from dask_cml.timing import timing
 from dask_cml.validation import validate
@@ -72,6 +72,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     ) -> None:
         self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
+        self._sign_of_life = SignOfLife(self._file)
         self._has_started = False
         #: Whether the dashboard listens at the port that the platform serves. If the port was taken, Dask has
         #: chosen another one, and the platform's URL leads to what another program serves.
@@ -138,6 +139,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         for callback in self._periodic:
             callback.start()
         self._writing = asyncio.create_task(self._keep_file())
+        self._sign_of_life.begin()
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself, and tell the clients if the cluster ends."""
@@ -148,6 +150,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
+        self._sign_of_life.end()
         for callback in self._periodic:
             callback.stop()
         await cancel(self._writing, *self._retiring)

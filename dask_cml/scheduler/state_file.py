@@ -1,7 +1,8 @@
 """The scheduler's file in the cluster's folder: how to reach the scheduler, and what is wanted.
 
 Workers and other processes find the scheduler by it. Another scheduler begins with it if this one is lost.
-Its time is the scheduler's sign of life for processes that cannot reach the scheduler.
+Its time is the scheduler's sign of life for processes that cannot reach the scheduler. A thread dates it: a
+large graph keeps the event loop busy for minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 
 from dask_cml.cancellation import to_the_end, wait_until_set
 from dask_cml.layout import board_file, scheduler_file
-from dask_cml.private_files import read_file, write_file
+from dask_cml.private_files import is_gone, read_file, write_file
 from dask_cml.timing import timing
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -113,15 +115,56 @@ class StateFile:
         write_file(self.folder / scheduler_file(self.number), json.dumps(content).encode())
         return "another scheduler replaces it" if board_file(self.number + 1) in names else None
 
+    def date(self) -> None:
+        """Date the file now, if it still is the file of this scheduler and of its cluster. Blocks.
+
+        Any thread may call it.
+        """
+        if self._begun is not None and read_file(self.folder / board_file(self.number)) == self._begun:
+            os.utime(self.folder / scheduler_file(self.number))
+
     def _is_gone(self) -> bool:
         """Return whether the folder is gone, or belongs to another cluster, if it can be listed. Blocks."""
+        if is_gone(self.folder):
+            return True
         try:
-            exists = self.folder.name in os.listdir(self.folder.parent)
-            return not exists or board_file(self.number) not in os.listdir(self.folder)
+            return board_file(self.number) not in os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
             return False
+
+
+class SignOfLife:
+    """Dates the scheduler's file regularly in a thread, also while the event loop is busy.
+
+    Code in C that keeps the interpreter's lock stops the thread, too.
+
+    Parameters
+    ----------
+    file : StateFile
+        The scheduler's file.
+    """
+
+    def __init__(self, file: StateFile) -> None:
+        self._file = file
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dask-cml-sign-of-life", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread soon. A file system that does not answer may hold it, so do not wait."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(timing.sign_of_life):
+            try:
+                self._file.date()
+            except (OSError, ValueError) as error:  # the event loop says why the file is not written
+                logger.debug("Sign of life not given: %s", error)
 
 
 async def unless_stale(action: Callable[[], T]) -> T:
