@@ -309,10 +309,36 @@ async def test_a_session_that_is_not_listed_for_a_while_is_not_taken_for_ended(s
     await starting
 
 
-async def test_a_forbidden_listing_fails_the_start_with_its_reason(stub, make):
+async def test_a_start_goes_on_while_the_platform_does_not_list_sessions(stub, make, folder, running):
     starting = await begin(stub, make())
-    stub.fail("list_workers", HTTPError(403))
-    with pytest.raises(CMLError, match="403"):
+    stub.fail("list_workers", *[HTTPError(403)] * 5)
+    enough = stub.count("list_workers") + 5
+    await eventually(lambda: starting.done() or stub.count("list_workers") >= enough)
+    assert not starting.done()
+    write_scheduler_file(folder, running.address)
+    await starting
+
+
+async def test_a_start_that_takes_too_long_says_that_the_platform_does_not_list_sessions(stub, make, clock):
+    stub.first_status = "running"
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    stub.fail("list_workers", *[HTTPError(403)] * 1000)
+    await eventually(lambda: scheduler.api.problem is not None)
+    clock.now += 601
+    with pytest.raises(SchedulerTimeout, match=r"(?s)did not answer within 600 s.*403"):
+        await starting
+
+
+async def test_a_session_of_which_no_list_was_seen_may_be_queued(stub, make, clock):
+    stub.fail("list_workers", *[HTTPError(403)] * 1000)
+    scheduler = make(pending_timeout=100)
+    starting = await begin(stub, scheduler)
+    clock.now += 699
+    await listings(stub, 3)
+    assert not starting.done()
+    clock.now += 2
+    with pytest.raises(SchedulerTimeout, match="did not answer within 700 s"):
         await starting
 
 

@@ -7,7 +7,8 @@ import time
 import traceback
 
 import pytest
-from clusters import arrived, name_of, simulate
+from clusters import arrived, log_of, name_of, simulate
+from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
 from testbed import faults
 
@@ -174,3 +175,19 @@ async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_th
     async with cluster:
         await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)
         assert it.platform.count("launch_workers") == 2
+
+
+@simulated
+async def test_an_outage_of_the_platform_ends_no_start(it):
+    waits = {"waits": 0.0}
+    it.luck.weather = Weather(fates=waits)
+    it.platform.doom("waits", key="scheduler")
+    starting = asyncio.ensure_future(simulate(name="lab", n_workers=1))
+    await eventually(lambda: "lab-0" in it.platform.running)
+    it.luck.weather = Weather(error=1.0, fates=waits)
+    await asyncio.sleep(60)
+    assert not starting.done()
+    it.luck.weather = CALM
+    async with await starting as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        assert "lost" not in log_of(cluster)

@@ -327,9 +327,12 @@ class Keeper:
         await join(str(scheduler.address))
 
     async def _follow(self, workers: Collection[CMLWorker]) -> None:
-        """Update workers from the platform's list, until cancelled or the platform fails."""
+        """Update workers from the platform's list, until cancelled."""
         while True:
-            listing = await self._api.sessions()
+            try:
+                listing = await self._api.sessions()
+            except CallFailed:  # the scheduler may connect all the same
+                continue
             for worker in workers:
                 worker.update(listing)
             await self._journal.write(self.processes)

@@ -18,7 +18,7 @@ from dask_cml.output import Logger
 from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import mesh, tls
-from dask_cml.sessions.answers import is_pending
+from dask_cml.sessions.answers import CallFailed, is_pending
 from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -97,7 +97,10 @@ class CMLScheduler(CMLProcess):
 
     async def _watch_session(self) -> None:
         while True:
-            listing = await self.api.sessions()
+            try:
+                listing = await self.api.sessions()
+            except CallFailed:  # which proves nothing; the start has its own time limits
+                continue
             if not self.update(listing):
                 continue
             ended = self.session_id
@@ -132,6 +135,8 @@ class CMLScheduler(CMLProcess):
 
     async def _why_silent(self) -> str:
         """Return why Dask may not answer although its session runs, as more lines of an error."""
+        if self.api.problem:
+            return f"\n{self.api.problem}"
         if is_pending(self.info) or self.options.platform == "local":  # its sessions connect by the loopback
             return ""
         if not await asyncio.to_thread(mesh.has_sidecar):

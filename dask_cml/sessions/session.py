@@ -123,6 +123,8 @@ class CMLProcess(ProcessInterface):
         self.adopted = False
         self.owner: str | None = None
         self._begun_at: float | None = None
+        #: Whether the platform has answered with a list since the launch, perhaps without the session.
+        self._was_looked_for = False
         self.is_listed = self._has_run = False
         #: Since when it is missing in the platform's list, which has contained it before.
         self._missing_since: float | None = None
@@ -275,6 +277,8 @@ class CMLProcess(ProcessInterface):
         The time begins when the session runs. Until then, only ``pending_timeout`` counts.
         """
         duration = self.runs_for
+        if not self._was_looked_for:  # it may be queued
+            timeout += self.options.pending_timeout
         if self.is_listed and is_pending(self.info) and self.launched_at is not None:
             verb, timeout = "run", self.options.pending_timeout
             duration = time.monotonic() - self.launched_at
@@ -288,6 +292,7 @@ class CMLProcess(ProcessInterface):
         status. It is no proof of an end.
         """
         listed = listing.get(self.session_id or "", {})
+        self._was_looked_for = True
         if listed or not self.is_listed:
             self._missing_since = None
         elif self._missing_since is None:
