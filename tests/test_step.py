@@ -10,12 +10,16 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, log_of, make, simulate, target
-from distributed import Client
+from clusters import arrived, create_elsewhere, log_of, make, rebuild, simulate, target
+from distributed import Client, Worker
 from distributed.core import Status
+from simulated import running
+from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
+from dask_cml.records import store
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -276,3 +280,97 @@ async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform
     for _ in range(2):  # what a cluster has stopped that was closed fills the quota, too
         async with make(n_workers=2) as smaller:
             assert len(smaller.workers) == 2
+
+
+# -- two sessions with one name, because the answer to a launch was lost
+
+
+class LateWorker(Worker):
+    """Connects late, as if its imports took long."""
+
+    async def start_unsafe(self):
+        await asyncio.sleep(60.0)
+        return await super().start_unsafe()
+
+
+def names_of_live(it):
+    return sorted(session.key for session in it.platform.live_sessions)
+
+
+@pytest.mark.parametrize("lost", ["error", "late answer"])
+@simulated
+async def test_a_session_that_runs_a_worker_is_used_though_its_launch_was_not_answered(it, lost):
+    async with simulate(name="mine") as cluster, Client(cluster, asynchronous=True) as client:
+        it.platform.configure({"sessions": 2}, waits_for_room=True)  # the second launch waits
+        after = 60.0 if lost == "late answer" else 0.0
+        error = ConnectionError("lost") if lost == "error" else None
+        it.platform.plan("launch_workers", Mishap(error=error, after=after))
+        cluster.scale(1)
+        await client.wait_for_workers(1)
+        first = it.platform.running["mine-0"]
+        data = await client.scatter([1, 2, 3])
+        await eventually(lambda: [session.id for session in cluster.sessions[1:]] == [first])
+        await eventually(lambda: names_of_live(it) == ["mine-0", "scheduler"])
+        it.platform.configure()
+        await asyncio.sleep(120.0)
+        assert has(cluster, 1)
+        assert it.platform.running["mine-0"] == first
+        assert [future.status for future in data] == ["finished"] * 3
+        assert it.platform.count("launch_workers") == 3
+        assert "lost" not in log_of(cluster)
+        assert "not started" not in log_of(cluster)
+        recorded = store.read("mine").sessions
+        assert sorted(recorded.values()) == ["mine-0", "scheduler"]
+
+
+@pytest.mark.parametrize("second", ["exits", "waits"])
+@simulated
+async def test_a_session_that_took_a_workers_name_is_waited_for_though_its_launch_was_not_answered(
+    it, second, monkeypatch
+):
+    monkeypatch.setattr(running, "Worker", LateWorker)
+    async with simulate(name="mine") as cluster:
+        it.platform.configure({"sessions": 2} if second == "waits" else None, waits_for_room=True)
+        it.platform.plan("launch_workers", Mishap(error=ConnectionError("lost")), Mishap(before=10.0))
+        cluster.scale(1)
+        await eventually(lambda: "mine-0" in it.platform.running)
+        first = it.platform.running["mine-0"]
+        await eventually(lambda: len(it.platform.all) == 3)
+        await eventually(lambda: names_of_live(it) == ["mine-0", "scheduler"], seconds=50.0)
+        assert arrived(cluster) == 0
+        await eventually(lambda: has(cluster, 1))
+        assert it.platform.running["mine-0"] == first
+        assert it.platform.count("launch_workers") == 3
+        assert is_well(cluster)
+
+
+@simulated
+async def test_a_session_is_used_though_all_launches_of_its_worker_were_not_answered(it):
+    with dask.config.set({"cml.api.retries": 1}):
+        cluster = await simulate(name="mine")
+    async with cluster:
+        it.platform.configure({"sessions": 2}, waits_for_room=True)
+        it.platform.lose("launch_workers", *[ConnectionError("lost")] * 2)
+        cluster.scale(1)
+        await eventually(lambda: has(cluster, 1))
+        it.platform.configure()
+        await asyncio.sleep(60.0)
+        assert has(cluster, 1)
+        assert "lost" not in log_of(cluster)
+        assert names_of_live(it) == ["mine-0", "scheduler"]
+
+
+@simulated
+async def test_the_next_keeper_uses_the_session_that_runs_a_worker_of_two_in_the_record(it):
+    creator = await create_elsewhere(it, name="mine", n_workers=1)
+    first = it.platform.running["mine-0"]
+    unknown = Launch("stub999999999999", "mine-0", None, int(time.time()) + 60)
+    store.write_sessions(store.read("mine"), [unknown], [])
+    async with rebuild("mine") as cluster:
+        creator.kill()
+        await eventually(lambda: cluster.keeper is not None)
+        await eventually(lambda: sorted(store.read("mine").sessions.values()) == ["mine-0", "scheduler"])
+        await asyncio.sleep(60.0)
+        assert it.platform.running["mine-0"] == first
+        assert has(cluster, 1)
+        await cluster.close()

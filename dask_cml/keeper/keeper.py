@@ -15,6 +15,7 @@ from distributed.utils import import_term
 
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, gather_or_cancel, wait_until_set, within
+from dask_cml.checks import is_session_id
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.keeper.adaptive import CMLAdaptive
@@ -39,7 +40,7 @@ from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler.board import BoardGroup
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions import api_v2
-from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.answers import CallFailed, SessionInfo, has_ended
 from dask_cml.sessions.causes import Cause, Loss
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
@@ -504,6 +505,63 @@ class Keeper:
         processes = self._groups.options(group).processes
         return absent + await choose(self._remote, n - len(absent), candidates, processes, **arguments)
 
+    def _unused(self) -> dict[str, str]:
+        """Return the sessions without a process, such as the engines of refused launches, and their names."""
+        used = {str(process.session_id) for process in self.processes}
+        return {
+            session: name
+            for session, name in [*self._api.live.items()]
+            # A session that was just launched has no worker yet.
+            if session not in used and name not in self._launches
+        }
+
+    async def _find_sessions(self) -> None:
+        """Let each wanted worker be the session that took its name, also if its launch was not answered."""
+        wanted, workers, connected = self._cluster.worker_spec, self._cluster.workers, self._take_connected()
+        for name, session in connected.items():
+            if name not in workers and name not in self._launches and name in wanted:
+                await self._adopt(self._make(name, wanted[name]), session)
+        for session, name in self._unused().items():
+            if name in wanted and name not in connected:
+                worker = workers.get(name) or self._make(name, wanted[name])
+                if isinstance(worker, CMLWorker) and await worker.started_session() == session:
+                    await self._adopt(worker, session)
+
+    def _take_connected(self) -> dict[str, str]:
+        """Let each wanted worker be the session in which its Dask worker runs. Return the sessions by name.
+
+        If the answer to a launch is lost, the launch is repeated. The first session may take the name, and
+        the worker be that of the second answer.
+        """
+        sessions: dict[str, str] = {}
+        for info in [*self._cluster.scheduler_info["workers"].values()]:
+            about = _about(info)
+            if is_session_id(about.get("session")) and about.get("name") in self._cluster.worker_spec:
+                sessions[about["name"]] = about["session"]
+        for worker in self.wanted():
+            session = sessions.get(worker.name)
+            if session is not None and session != worker.session_id:
+                logger.info("Session %s of %s used instead of %s", session, worker.name, worker.session_id)
+                worker.adopt(session, None)
+        return sessions
+
+    async def _take_started(self, workers: Iterable[CMLWorker], listing: Mapping[str, SessionInfo]) -> None:
+        """Let workers whose sessions have exited be the sessions that took their names, if these run."""
+        for worker in workers:
+            if worker.has_ended and not worker.seen:
+                session = await worker.started_session()
+                if session is None or session == worker.session_id:
+                    continue
+                if session in listing and not has_ended(listing[session]):
+                    await self._adopt(worker, session)
+
+    async def _adopt(self, worker: Any, session: str, launch: Launch | None = None) -> None:
+        """Let a wanted worker be a session that was launched before."""
+        if self._cluster.workers.get(worker.name, worker) is worker and isinstance(worker, CMLWorker):
+            logger.info("Session %s used as %s", session, worker.name)
+            worker.adopt(session, launch)
+            await self._attach(worker.name, worker)
+
     async def _close_unwanted(self) -> None:
         """Retire the workers that are not in the spec, and stop the sessions that hold no data any more."""
         cluster, connected = self._cluster, connected_names(self._cluster)
@@ -514,11 +572,8 @@ class Keeper:
         held = {worker.name for worker in holding}
         done = [worker for worker in unwanted if worker.retired or worker.name not in held]
         done_ids = {str(worker.session_id) for worker in done}
-        # Also sessions without a worker, such as the engine of a refused launch that was not stopped before.
-        # A session that was just launched has no worker yet.
-        used = {str(process.session_id) for process in self.processes}
-        unused = {session for session, name in [*self._api.live.items()] if name not in self._launches} - used
-        await self._stop(unused | (done_ids & {*self._api.live}))
+        await self._find_sessions()
+        await self._stop(self._unused().keys() | (done_ids & {*self._api.live}))
         await self._journal.write(self.processes)
         for worker in [worker for worker in done if worker.session_id not in self._api.live]:
             # With scale(0), the last worker is connected until its session has ended.
@@ -750,6 +805,7 @@ class Keeper:
             return {}
         listing = await self._api.sessions()
         self._listed = time.monotonic()
+        self._take_connected()
         dead: set[str] = set()
         for process in self.processes:
             if process.update(listing) and isinstance(process, CMLWorker):
@@ -759,6 +815,7 @@ class Keeper:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
             await drop(self._cluster, self._remote, dead)
         incomplete = missing(self.wanted(), connected_names(self._cluster) - dead)
+        await self._take_started(incomplete, listing)
         return await find_losses(incomplete, self._remote, time.monotonic() - heard_since)
 
     async def _replace(self, losses: Mapping[str, Loss]) -> None:
@@ -807,17 +864,30 @@ class Keeper:
                 age = max(age, date - launch.launched)
             if age < timing.stray:
                 continue
-            spec = self._cluster.worker_spec.get(key)
-            if spec is not None and key not in self._cluster.workers:
-                worker = self._make(key, spec)
-                worker.adopt(session, launch)
-                await self._attach(key, worker)
+            if key in self._launches:  # it may be the session of this launch
+                continue
+            if await self._adopt_stray(session, key, launch):
                 continue
             logger.warning("Session %s of %s stopped: no process has launched it", session, key)
-            if key == SCHEDULER or key in self._cluster.workers:
+            if key == SCHEDULER or key in self._cluster.workers or key in self._cluster.worker_spec:
                 self._api.adopt(session, key)  # the step stops what it knows and does not use
             else:
                 self._adopt_unwanted(session, key, groups[session], launch)
+
+    async def _adopt_stray(self, session: str, name: str, launch: Launch | None) -> bool:
+        """Let a wanted worker be a session that no process uses, unless another session is the worker."""
+        spec = self._cluster.worker_spec.get(name)
+        if spec is None:
+            return False
+        known = self._cluster.workers.get(name)
+        worker = self._make(name, spec) if known is None else known
+        if not isinstance(worker, CMLWorker):
+            return False
+        started = await worker.started_session()
+        if started != session and not (started is None and known is None):
+            return False
+        await self._adopt(worker, session, launch)
+        return True
 
     def _log_event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session, for the scheduler's log of events."""
@@ -981,6 +1051,7 @@ class Keeper:
             Whether to write the record for the last time.
         """
         await self.stop_launching()
+        self._take_connected()  # other processes are to find the sessions of the workers
         await self._retirements.close()
         await cancel(*self._stops, self._demand)
         if writes:

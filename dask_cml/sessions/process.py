@@ -245,11 +245,11 @@ class CMLWorker(CMLProcess):
         self.cannot_move_to: set[str] | None = None
         self.logged: str | None = None
 
-    async def name_was_taken(self) -> bool:
-        """Return whether another session had this worker's name, so that its own session has exited."""
+    async def started_session(self) -> str | None:
+        """Return the session that has taken this worker's name. None: none has, or it cannot be read."""
         try:
             session = await asyncio.to_thread(_read_started, self._place, self.name)
         except (OSError, ValueError, CMLError) as error:
             logger.info("Session of worker %s not read: %s", self.name, error)
-            return False
-        return is_session_id(session) and session != self.session_id
+            return None
+        return session if is_session_id(session) else None

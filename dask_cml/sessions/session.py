@@ -157,7 +157,7 @@ class CMLProcess(ProcessInterface):
         await super().start()
 
     def adopt(self, session_id: str, launch: Launch | None, app_url: str | None = None) -> None:
-        """Take over a session that another process launched. The platform may not list it here.
+        """Take over a session whose launch was not answered here. The platform may not list it here.
 
         Parameters
         ----------
@@ -170,6 +170,8 @@ class CMLProcess(ProcessInterface):
         """
         self.api.adopt(session_id, self.plan.name)
         self.info = {"id": session_id, "status": "running", "app_url": app_url}
+        self.is_listed = False
+        self._missing_since = None
         self.adopted = True
         if launch is not None:
             self.owner, self.since = launch.owner, datetime.fromtimestamp(launch.launched, timezone.utc)
