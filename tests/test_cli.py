@@ -16,14 +16,14 @@ import dask
 import pytest
 from click.shell_completion import BashComplete, ShellComplete
 from click.testing import CliRunner
-from clusters import arrived, limits, sessions, simulate, target, write_record
+from clusters import arrived, limits, rebuild, scheduler_of, sessions, simulate, target, write_record
 from ports import free_port
 from schedulers import prepare, scheduler_in
-from simulated.testing import simulated
+from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
 from testbed import faults
 
-from dask_cml import CMLCluster, CMLError, cli
+from dask_cml import CMLCluster, CMLError, cli, protocol
 from dask_cml.cli import change, console, show
 from dask_cml.layout import LOGS_FOLDER
 from dask_cml.observers import ObservedCluster
@@ -314,6 +314,30 @@ def test_a_command_that_adapts_says_that_another_process_scales(left):
         run("scale", "mine", 2)
         code = process.wait(120)
         assert (code, "another process scales it" in process.stderr.read()) == (1, True)
+
+
+@simulated
+async def test_a_command_that_adapts_goes_on_while_the_scheduler_is_silent(it):
+    async def silent(**_):
+        await asyncio.sleep(30)
+        raise OSError("it answers nothing")
+
+    async with simulate(name="mine", shutdown_on_close=False) as cluster:
+        scheduler = scheduler_of(it, cluster)
+    adapting = asyncio.ensure_future(change.adapt.callback("mine", 1, 2, "default"))
+    await eventually(lambda: "mine-0" in it.platform.running)
+    answering = scheduler.handlers[protocol.WATCH]
+    scheduler.handlers[protocol.WATCH] = silent
+    await asyncio.sleep(40)
+    scheduler.handlers[protocol.WATCH] = answering
+    await eventually(lambda: scheduler.plugins["dask-cml"]._board.keeper is not None)
+    async with rebuild("mine", shutdown_on_close=True) as remote:
+        await eventually(lambda: arrived(remote) == 1)
+        assert not adapting.done()
+        assert not remote.keeps
+        remote.scale(2)
+        with pytest.raises(CMLError, match="another process scales it"):
+            await adapting
 
 
 @pytest.mark.slow

@@ -77,13 +77,14 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
         try:
             adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
             await cluster.written()
-            adapts_here = cluster.keeps
+            adapts_here = cluster.keeper is not None
             bounds = f"{adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
             who = "this command adapts it, until Ctrl-C"
             if not adapts_here:
                 who = "the process that keeps it adapts it, also after this command"
             echo(f"Cluster {name} adapts between {bounds}: {who}")
-            while cluster.keeps and cluster.limits(group) == adaptive.limits:
+            # The board says if another process keeps the cluster. The scheduler may be silent for long.
+            while _keeps(cluster) and cluster.limits(group) == adaptive.limits:
                 show(_present(cluster, cluster.target(group), group))
                 await asyncio.sleep(_INTERVAL)
         except asyncio.CancelledError:
@@ -98,6 +99,12 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
         if adapts_here:
             show()
             raise CMLError(f"this command no longer adapts the cluster {name}: another process scales it")
+
+
+def _keeps(cluster: CMLCluster) -> bool:
+    from distributed.core import Status
+
+    return cluster.status == Status.running and cluster.keeper is not None
 
 
 def connected(name: str) -> CMLCluster:
