@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 
 import pytest
 from clusters import arrived, limits, log_of, rebuild, scheduler_of, simulate, target
@@ -243,6 +244,29 @@ async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers
         await asyncio.sleep(20)
         assert target(cluster) == target(remote) == 2
         assert adaptive.periodic_callback is None
+
+
+@pytest.mark.parametrize("change", ["resize", "drop"])
+@simulated
+async def test_a_user_who_scales_while_adapting_scales_is_the_last(it, change):
+    async with simulate(name="mine") as cluster:
+        work = Work(it, cluster, tasks=2)
+        cluster.adapt(0, 5, **FAST)
+        await eventually(lambda: arrived(cluster) == 2)
+        original, threads = getattr(cluster.groups, change), []
+
+        def scale_meanwhile(*arguments):
+            if not threads:
+                threads.append(threading.Thread(target=cluster.scale, args=[3]))
+                threads[0].start()
+                threads[0].join(0.2)  # for ever, if it must wait
+            original(*arguments)
+
+        setattr(cluster.groups, change, scale_meanwhile)
+        work.tasks = 5 if change == "resize" else 0
+        await eventually(lambda: threads and not threads[0].is_alive())
+        await asyncio.sleep(10)
+        assert target(cluster) == arrived(cluster) == 3
 
 
 @simulated

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -199,9 +200,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     async def _keep_file(self) -> None:
         self._shut_down(await self._file.run(self._state))
 
-    async def terminate(self, reason: str = "shut down by a client", **arguments: Any) -> None:
-        """Close the scheduler for good, as ``Client.shutdown`` asks for, and the keeper with a reason."""
-        self._lifetime.closed = self._lifetime.closed or str(reason)
+    async def terminate(self, comm: Comm, reason: str = "", **arguments: Any) -> None:
+        """Close the scheduler for good, as ``Client.shutdown`` asks for, and processes with a reason."""
+        reason = str(reason) or f"shut down by a client at {get_address_host(comm.peer_address)}"
+        self._lifetime.closed = self._lifetime.closed or reason
         await self._scheduler.close(reason=self._lifetime.closed, **arguments)
 
     def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
