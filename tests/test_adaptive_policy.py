@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ class Groups:
     """The default group of a simulation."""
 
     def __init__(self, run):
+        self.lock = threading.RLock()
         self._run = run
 
     def __contains__(self, group):
