@@ -138,7 +138,7 @@ def run(
     scheduler_file: str | None = None,
     next_board: str | None = None,
     timeout: float = 0.0,
-    answer_timeout: float = 0.0,
+    connect_timeout: float = 0.0,
     dashboard_variable: str | None = None,
     passes_notice: bool = False,
     memory: int = 0,
@@ -169,8 +169,8 @@ def run(
         The file in the folder that exists if another scheduler replaces the session's scheduler.
     timeout : float
         Time to wait for the scheduler's file, in seconds. 0: the program does not need the file.
-    answer_timeout : float
-        Time for the scheduler to answer the program if its file exists already, in seconds.
+    connect_timeout : float
+        Time for the program to connect to the scheduler if its file exists already, in seconds.
     dashboard_variable : str, optional
         The program serves the dashboard on the port that the platform forwards to, and finds the port in
         this environment variable.
@@ -195,7 +195,7 @@ def run(
     command = [*command]
     if timeout and scheduler_file in (_list(folder) or []):
         # The session was queued while the scheduler started. The last one of several equal options counts.
-        command += ["--death-timeout", str(answer_timeout)]
+        command += ["--death-timeout", str(connect_timeout)]
     env = {**os.environ}
     if dashboard_variable is not None:
         # The platform forwards its https entry to this port of the session's loopback. It may differ from the

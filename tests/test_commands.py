@@ -271,7 +271,7 @@ def test_a_session_runs_if_files_do_not_prove_that_its_cluster_has_ended(program
     plan = plan_worker(read(), place, "mine-0", None)
     assert run(plan).returncode == 0
     # The session was queued for long: its scheduler need not start any more.
-    assert values(arguments(plan), "--death-timeout")[-1] == str(read().scheduler_timeout)
+    assert values(arguments(plan), "--death-timeout")[-1] == str(read().worker_timeout)
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)

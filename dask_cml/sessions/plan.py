@@ -183,7 +183,7 @@ def plan_worker(
         file, patience = scheduler_file(place.number), options.pending_timeout + options.scheduler_timeout
         timeout += patience  # the program's timeout includes the time until the file exists
         arguments += ["--scheduler-file", str(place.folder / file)]
-        session |= {"timeout": patience, "answer_timeout": options.scheduler_timeout}
+        session |= {"timeout": patience, "connect_timeout": options.worker_timeout}
     else:
         arguments.append(address)
     share = int(options.worker_memory * 2**30) // options.processes
