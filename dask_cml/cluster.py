@@ -1055,7 +1055,8 @@ class CMLCluster(KeptCluster):
         Raises
         ------
         CMLError
-            If CML did not stop some sessions. The message names them.
+            If CML did not stop some sessions. The message names them. With ``shutdown_on_close=False``, also
+            as in :meth:`leave`.
         """
         # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
         # without words after a RuntimeError, as those of this package.
@@ -1064,6 +1065,14 @@ class CMLCluster(KeptCluster):
 
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
+
+        If this process keeps the cluster, it first carries out the last change, such as ``scale(0)``. It
+        waits as long as sessions are launched or stopped, or move their data.
+
+        Raises
+        ------
+        CMLError
+            If the last change is not carried out. The message names the sessions and the next command.
 
         Examples
         --------
@@ -1092,9 +1101,9 @@ class CMLCluster(KeptCluster):
                 self.sync(self._close, shutdown, callback_timeout=timeout)
             else:
                 self._close_without_loop(shutdown)
-            if not is_nested:  # the interrupted call still needs the loop
-                self._loop_runner.stop()
         finally:
+            if not is_nested and self.status == Status.closed:  # an interrupted call still needs the loop
+                self._loop_runner.stop()
             self._closes = is_nested
             self._close_lock.release()
         return None

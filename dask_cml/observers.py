@@ -121,6 +121,11 @@ class Observers:
         if ending:
             await asyncio.wait(ending.values(), timeout=_GRACE)
         failed = [id for id, task in ending.items() if not task.done() or task.exception() is not None]
+        for id in failed:
+            cluster, task = self.observed[id].cluster, ending[id]
+            words = task.exception() if task.done() else cluster and cluster.not_done
+            if words and not self.observed[id].owned:
+                logger.warning("%s", words)
         await cancel(*ending.values())
         if left := [self.observed[id].record.name for id in failed if self.observed[id].owned]:
             raise CMLError(f"some sessions of these clusters were not stopped: {', '.join(left)}")

@@ -42,6 +42,11 @@ class Timing:
         Time in which the platform usually stops sessions. Until then nothing is launched, to free quota.
     launch : float
         Time in which the platform usually launches sessions. Until then the keeper does nothing else.
+    finish : float
+        Time without progress after which a process no longer waits for what its users have asked for, to
+        leave the cluster or to delete a group.
+    succeed : float
+        Time in which another process takes the lease of a keeper that leaves.
     strays : float
         Time between two looks for sessions of the cluster that its keeper does not know.
     stray : float
@@ -78,6 +83,8 @@ class Timing:
     long_retirement: float = 10.0
     stop: float = 5.0
     launch: float = 2.0
+    finish: float = 30.0
+    succeed: float = 5.0
     strays: float = 15.0
     stray: float = 20.0
     succession: float = 30.0

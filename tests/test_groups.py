@@ -9,8 +9,9 @@ import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import log_of, name_of, rebuild, scheduler_of
+from clusters import arrived, log_of, name_of, rebuild, scheduler_of
 from distributed import Client, get_worker
+from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLAdaptive, CMLCluster, CMLError, cli
@@ -162,6 +163,56 @@ async def test_a_deleted_group_is_gone_at_once_while_its_sessions_stop(it, who):
             assert not deleting.done()
         await asyncio.wait_for(deleting, 60)
         assert cluster.workers == {}
+
+
+@pytest.mark.parametrize("who", ["keeper", "remote"])
+@simulated
+async def test_deleting_a_group_fails_with_the_reason_if_its_sessions_are_not_stopped(it, who):
+    async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
+        await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
+        it.platform.fail("stop_workers", *[HTTPError(401)] * 1000)
+        words = "'big' of cluster mine deleted, but mine-big-0 not stopped yet: CML did not stop stub.*401"
+        with pytest.raises(CMLError, match=words):
+            await {"keeper": cluster, "remote": remote}[who].delete_worker_group("big")
+        it.platform.heal()
+        await eventually(lambda: cluster.workers == {})
+        await eventually(lambda: cluster.problem is remote.problem is None)
+
+
+@pytest.mark.parametrize("who", ["keeper", "remote"])
+@simulated
+async def test_deleting_a_group_has_an_end_if_the_platform_does_not_answer(it, who):
+    async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
+        await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
+        words = "mine-big-0 not stopped yet: nothing has changed for 30 s"
+        with it.platform.held("stop_workers"), pytest.raises(CMLError, match=words):
+            await {"keeper": cluster, "remote": remote}[who].delete_worker_group("big")
+        await eventually(lambda: cluster.workers == {})
+
+
+@pytest.mark.parametrize("who", ["keeper", "remote"])
+@simulated
+async def test_a_failed_launch_of_another_group_does_not_fail_the_deletion_of_one(it, who):
+    async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
+        await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
+        it.platform.fail("launch_workers", *[HTTPError(503)] * 1000)
+        cluster.scale(1)
+        await eventually(lambda: "did not launch mine-0" in str(remote.problem))
+        it.platform.plan("stop_workers", Mishap(before=8.0))
+        await {"keeper": cluster, "remote": remote}[who].delete_worker_group("big")
+        it.platform.heal()
+        await eventually(lambda: arrived(cluster) == 1)
+
+
+@simulated
+async def test_the_failure_of_a_launch_ends_when_nobody_wants_it_any_more(it):
+    async with mine() as cluster, rebuild("mine") as remote:
+        it.platform.fail("launch_workers", *[HTTPError(503)] * 1000)
+        cluster.scale(1)
+        await eventually(lambda: cluster.problem and remote.problem)
+        cluster.scale(0)
+        await eventually(lambda: cluster.problem is remote.problem is None)
+        it.platform.heal()
 
 
 @pytest.mark.parametrize("who", ["keeper", "remote"])

@@ -11,20 +11,24 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import asynccontextmanager
 from unittest import mock
 
 import dask
 import psutil
 import pytest
-from clusters import arrived, create_and_kill, lines_of, live, make, rebuild, sign_of, simulate
+from clusters import arrived, create_and_kill, lines_of, live, make, rebuild, sign_of, simulate, target
 from distributed import Client
 from distributed.core import Status
+from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
+from testbed import faults
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.discovery import discover
 from dask_cml.layout import CLIENT_NAME, RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
+from dask_cml.observers import ObservedCluster
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.sessions import here
@@ -342,6 +346,226 @@ async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribe
     may_write.set()
     await leaving
     await (await rebuild("left")).close()
+
+
+# -- who leaves has done what it was asked for
+
+
+@asynccontextmanager
+async def own(n_workers):
+    """Yield a cluster that lives without this process, which created it."""
+    async with simulate(name="night", n_workers=n_workers, shutdown_on_close=False) as cluster:
+        await eventually(lambda: arrived(cluster) == n_workers)
+        yield cluster
+
+
+@asynccontextmanager
+async def found(n_workers):
+    """Yield a cluster whose creator is gone."""
+    async with own(n_workers):
+        pass
+    async with rebuild("night") as cluster:
+        await eventually(lambda: arrived(cluster) == n_workers)
+        yield cluster
+
+
+def launched(it):
+    """Return the names of the sessions that are launched, and that nobody has stopped."""
+    sessions = [session for session in it.platform.live_sessions if not session.stop_requested]
+    return {session.launched_with["name"].rpartition(" ")[0] for session in sessions}
+
+
+async def close_night():
+    await (await rebuild("night")).close()
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("enter", [own, found])
+@simulated
+async def test_a_process_that_leaves_has_launched_and_stopped_what_it_was_asked_for(it, enter, n):
+    async with enter(2) as cluster:
+        cluster.scale(n)
+    assert len(launched(it)) == 1 + n
+    async with rebuild("night") as cluster:
+        assert target(cluster) == n
+        await eventually(lambda: arrived(cluster) == n)
+    await close_night()
+
+
+@simulated
+async def test_a_process_that_leaves_waits_for_launches_that_are_not_answered_yet(it):
+    async with own(0) as cluster:
+        it.platform.plan("launch_workers", Mishap(after=20.0))
+        cluster.scale(1)
+    assert launched(it) == {"night-scheduler", "night-0"}
+    await close_night()
+
+
+@simulated
+async def test_a_process_that_leaves_stops_what_was_launched_for_an_earlier_wish(it):
+    async with own(0) as cluster:
+        with it.platform.held("launch_workers"):
+            cluster.scale(1)
+            await eventually(lambda: it.platform.under_way)
+            cluster.scale(0)
+            leaving = asyncio.create_task(cluster.leave())
+            await asyncio.sleep(1)
+            assert not leaving.done()
+        await leaving
+    assert launched(it) == {"night-scheduler"}
+    await close_night()
+
+
+@simulated
+async def test_a_process_that_leaves_names_the_sessions_that_are_not_stopped_and_the_next_command(it):
+    words = (
+        r"^cluster night left before its last change was carried out: night-0 not stopped \(CML did not stop "
+        r"stub.*401.*\)\. To carry it out, run `dask cml scale night 0`$"
+    )
+    async with own(0) as cluster:
+        it.platform.doom("silent")  # so that its session does not end when the worker retires
+        cluster.scale(1)
+        await eventually(lambda: cluster.workers)
+        it.platform.fail("stop_workers", *[HTTPError(401)] * 1000)
+        cluster.scale(0)
+        with pytest.raises(CMLError, match=words):
+            await cluster.leave()
+    assert cluster.status == Status.closed
+    assert launched(it) == {"night-scheduler", "night-0"}
+    it.platform.heal()
+    async with rebuild("night"):  # as the command does
+        pass
+    assert launched(it) == {"night-scheduler"}
+    await close_night()
+
+
+@simulated
+async def test_a_process_that_leaves_names_the_workers_that_are_not_launched(it):
+    command = "`dask cml scale night 2 --group gpu`"
+    words = rf"night-gpu-0, night-gpu-1 not launched \(CML did not launch .*\).*{command}$"
+    async with own(0) as cluster:
+        await cluster.add_worker_group("gpu")
+        it.platform.fail("launch_workers", *[HTTPError(503)] * 1000)
+        cluster.scale(2, worker_group="gpu")
+        with pytest.raises(CMLError, match=words):
+            await cluster.leave()
+    it.platform.heal()
+    await close_night()
+
+
+@simulated
+async def test_a_process_that_leaves_does_not_wait_for_what_the_quota_refuses(it):
+    it.platform.configure({"sessions": 2})
+    async with own(0) as cluster:
+        cluster.scale(3)
+    assert len(launched(it)) == 2
+    await close_night()
+
+
+@simulated
+async def test_what_a_process_that_leaves_could_not_do_is_left_to_another_that_watches(it):
+    async with own(1) as cluster, rebuild("night") as other:
+        it.platform.fail("stop_workers", *[HTTPError(401)] * 1000)
+        cluster.scale(0)
+        await cluster.leave()
+        await eventually(lambda: other.keeps)
+        it.platform.heal()
+        await eventually(lambda: launched(it) == {"night-scheduler"})
+        await other.close()
+
+
+@simulated
+async def test_a_process_that_leaves_waits_as_long_as_data_is_moved(it, monkeypatch):
+    async def data_to_move():
+        return next(moved)
+
+    moved = iter([30, 20, 10, 10])
+    async with own(0) as cluster:
+        it.platform.doom("silent")
+        cluster.scale(1)
+        await eventually(lambda: cluster.workers)
+        cluster._data_to_move = data_to_move
+        monkeypatch.setattr(timing, "finish", 2.0)
+        words = r"night-0 not stopped \(nothing has changed for 2 s\)"
+        with it.platform.held("stop_workers"):
+            cluster.scale(0)
+            with pytest.raises(CMLError, match=words):
+                await cluster.leave()
+        assert [*moved] == []
+    await close_night()
+
+
+@simulated
+async def test_a_process_that_only_showed_a_cluster_carries_out_its_change_before_it_leaves(it):
+    async with own(1):
+        pass
+    async with ObservedCluster.from_name("night", asynchronous=True, quiet=True) as cluster:
+        assert not cluster.keeps
+        cluster.scale(0)
+    assert launched(it) == {"night-scheduler"}
+    await close_night()
+
+
+@simulated
+async def test_close_ends_a_cluster_at_once_whose_leaving_waits(it):
+    async with found(1) as cluster:
+        with it.platform.held("stop_workers"):
+            cluster.scale(0)
+            leaving = asyncio.create_task(cluster.leave())
+            await asyncio.sleep(10)
+            assert not leaving.done()
+        await cluster.close()
+        await leaving
+    assert not it.platform.running
+
+
+@simulated
+async def test_a_process_that_leaves_launches_no_other_scheduler(it):
+    async with own(1) as cluster:
+        with it.platform.held("stop_workers"):
+            cluster.scale(0)
+            leaving = asyncio.create_task(cluster.leave())
+            await asyncio.sleep(1)
+            it.platform.evict(it.platform.running["night-scheduler"])
+            await asyncio.sleep(20)
+        await asyncio.wait([leaving])
+    assert it.platform.count("launch_workers") == 2
+    [left] = [record for record in store.records() if record.name == "night"]
+    await operations.end_all([left])
+
+
+def test_a_change_that_the_end_of_the_event_loop_has_stopped_is_named_at_exit(platform, caplog):
+    async def main():
+        cluster = await make(name="night", n_workers=1, shutdown_on_close=False)
+        faults.inject("hangs", function="stop_workers")
+        cluster.scale(0)
+        await cluster.written()
+        return cluster
+
+    cluster = asyncio.run(main())
+    with pytest.raises(CMLError, match=r"night-0 not stopped .*`dask cml scale night 0`$"):
+        cluster.end_now(timeout=1)
+    assert cluster.status == Status.closed
+    faults.clear()
+    platform.stop_workers(*[session["id"] for session in platform.sessions()])
+
+
+@simulated
+async def test_another_process_carries_out_a_change_when_the_interpreter_exits_and_starts_no_threads(
+    it, monkeypatch
+):
+    def run(program, **_):
+        programs.append(program)
+
+    programs = []
+    monkeypatch.setattr(subprocess, "run", run)
+    async with found(1) as cluster:
+        with it.platform.held("stop_workers"):
+            cluster.scale(0)
+            cluster.end_in_another_process(timeout=1)
+        assert programs == [[sys.executable, "-m", "dask", "cml", "scale", "night", "0"]]
+        cluster.status = Status.running
+        await cluster.close()
 
 
 @pytest.mark.slow

@@ -80,6 +80,11 @@ class Follower:
         return self._report.staying
 
     @property
+    def not_stopped(self) -> str | None:
+        """Why the platform does not stop sessions, as a sentence. None if it does."""
+        return self._report.not_stopped
+
+    @property
     def gave_up(self) -> Mapping[str, str]:
         """Why no more workers of some groups are launched, until a user scales them."""
         return self._report.gave_up

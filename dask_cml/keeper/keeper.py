@@ -224,6 +224,43 @@ class Keeper:
         return staying
 
     @property
+    def not_stopped(self) -> str | None:
+        """Why the platform does not stop sessions, as a sentence. None if it does."""
+        return self._api.failure("stop")
+
+    @property
+    def to_stop(self) -> list[str]:
+        """The sessions that the next steps are to stop, by their names."""
+        cluster = self._cluster
+        launching = self._launches.keys()
+        ended = {worker.name for worker in self.workers() if worker.has_ended}
+        names = ({*cluster.workers} | launching) - ended - cluster.worker_spec.keys()
+        # Sessions without a worker, such as the engine of a refused launch.
+        names |= {*self._unused().values()}
+        for group in self._groups.names:
+            if excess := self._groups.excess(group):  # the scheduler has not chosen yet
+                names |= {*self._groups.workers(group)[-excess:]}
+        return sorted(names)
+
+    @property
+    def to_launch(self) -> list[str]:
+        """The wanted workers that are being launched, or that the next step launches."""
+        return [name for name in self._launches if name in self._cluster.worker_spec] + self._ready_to_launch
+
+    @property
+    def _ready_to_launch(self) -> list[str]:
+        """The wanted workers without a session, unless their group pauses after failures or refusals."""
+        known = self._cluster.workers.keys() | self._launches.keys()
+        ready: list[str] = []
+        for group in self._groups.names:
+            backoff, names = self.backoff(group), self._groups.workers(group)
+            missing = [name for name in names if name not in known]
+            if missing and not backoff.pause:
+                room = backoff.ceiling - (len(names) - len(missing))
+                ready += missing[: int(max(0, min(room, len(missing))))]
+        return ready
+
+    @property
     def gave_up(self) -> dict[str, str]:
         """Why no more workers of some groups are launched, until a user scales them."""
         reasons = {}
@@ -573,7 +610,10 @@ class Keeper:
         done = [worker for worker in unwanted if worker.retired or worker.name not in held]
         done_ids = {str(worker.session_id) for worker in done}
         await self._find_sessions()
-        await self._stop(self._unused().keys() | (done_ids & {*self._api.live}))
+        to_stop = self._unused().keys() | (done_ids & {*self._api.live})
+        if not to_stop:
+            self._api.settle("stop")
+        await self._stop(to_stop)
         await self._journal.write(self.processes)
         for worker in [worker for worker in done if worker.session_id not in self._api.live]:
             # With scale(0), the last worker is connected until its session has ended.
@@ -621,14 +661,9 @@ class Keeper:
 
         A task launches them, so that a call that hangs blocks nothing else. Wait some seconds for it.
         """
-        known = self._cluster.workers.keys() | self._launches.keys()
-        ready: list[str] = []
-        for group in self._groups.names:
-            backoff, names = self.backoff(group), self._groups.workers(group)
-            missing = [name for name in names if name not in known]
-            if missing and not backoff.pause:
-                room = backoff.ceiling - (len(names) - len(missing))
-                ready += missing[: int(max(0, min(room, len(missing))))]
+        ready = self._ready_to_launch
+        if not ready and not self._launches:
+            self._api.settle("launch")
         if not ready:
             return
         task = asyncio.create_task(self._launch_together(ready, may_launch))
@@ -1022,6 +1057,7 @@ class Keeper:
                 shortages=self.shortages,
                 requests={**self.requests},
                 staying=self.staying,
+                not_stopped=self.not_stopped,
             ).to_json()
             events = [*self._events]
             is_known = report == self._published and self._url == self._sent_url

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 import os
 import secrets
 import shlex
@@ -25,7 +26,7 @@ from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
 from distributed.security import Security
 
-from dask_cml import output
+from dask_cml import output, protocol
 from dask_cml.cancellation import cancel, end_of, within
 from dask_cml.checks import message
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, SchedulerTimeout, without_frames
@@ -35,6 +36,7 @@ from dask_cml.keeper.follower import Follower
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.keeper import Keeper
 from dask_cml.keeper.outbox import Change, Outbox
+from dask_cml.keeper.retirement import connected_names
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options, state_directory
 from dask_cml.options.limits import check_new, limits
@@ -143,6 +145,8 @@ class KeptCluster(SpecCluster):
         self._ending: asyncio.Task[None] | None = None
         self._steps: set[asyncio.Task[None]] = set()
         self._shuts_down = False
+        #: Whether this process leaves, and does first what it was asked for.
+        self._finishes = False
         self._writing: set[asyncio.Task[Any]] = set()
         self._sending: asyncio.Task[None] | None = None
         #: Whether the scheduler in :attr:`place` has answered.
@@ -564,7 +568,8 @@ class KeptCluster(SpecCluster):
             except Exception:
                 logger.exception("Board of cluster %s not read", self.options.name)
             try:
-                if not self._remote.connected and self.record is not None:
+                # A process that leaves launches no other scheduler.
+                if not self._remote.connected and self.record is not None and self._closing is None:
                     await self._failover.check(self.record)
             except SchedulerLost as lost:
                 self._end_by_itself(lost)
@@ -697,7 +702,7 @@ class KeptCluster(SpecCluster):
         if self._starting is None or not self._starting.done():  # the start launches all
             return
         async with self._lock:
-            if self.status == Status.running:
+            if self.status == Status.running or self._finishes:
                 await self._role.step()
 
     async def _stop_keeping(self) -> None:
@@ -747,16 +752,58 @@ class KeptCluster(SpecCluster):
         await self._outbox.write(groups={name: None})
         await self._take_changes()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
-        while left := [worker for worker in self.workers_of(name) if worker in workers]:
-            self._check_running(f"{deleted} {', '.join(left)} not stopped")
-            staying = [worker for worker in left if worker in self._role.staying]
-            if staying:
+
+        def left() -> list[str]:
+            left = [worker for worker in self.workers_of(name) if worker in workers]
+            if left:
+                self._check_running(f"{deleted} {', '.join(left)} not stopped")
+            return left
+
+        if not_stopped := await self._wait_until_done(left):
+            names = ", ".join(not_stopped)
+            if {*not_stopped} <= {*self._role.staying}:
                 until = "until other workers can take their data: cluster.scale(n) launches some"
-                raise CMLError(f"{deleted} {', '.join(staying)} stay {until}")
-            if self._api.problem:
-                raise CMLError(f"{deleted} {', '.join(left)} not stopped yet: {self._api.problem}")
-            await self._correct_state()
+                raise CMLError(f"{deleted} {names} stay {until}")
+            raise CMLError(f"{deleted} {names} not stopped yet: {self._why_not_done}")
+
+    async def _wait_until_done(self, left: Callable[[], list[str]]) -> list[str]:
+        """Wait until no session is left to launch or to stop, or nothing gets on. Return what is left.
+
+        Nothing gets on if all of these sessions stay until other workers can take their data, or if for
+        ``timing.finish`` none was launched or stopped, and no data was moved.
+
+        Parameters
+        ----------
+        left : callable
+            Returns the names of the sessions that are still to be launched or stopped.
+        """
+        fewest, least, deadline = math.inf, math.inf, 0.0
+        while (names := left()) and not {*names} <= {*self._role.staying}:
+            now = time.monotonic()
+            if len(names) < fewest:
+                fewest, deadline = len(names), now + timing.finish
+            elif now > deadline:
+                moving = await self._data_to_move()
+                if not 0 < moving < least:
+                    break
+                least, deadline = moving, now + timing.finish
             await asyncio.sleep(timing.collect)
+        return names
+
+    async def _data_to_move(self) -> int:
+        """Return how many bytes are in Dask workers that are not wanted any more. 0 if it is not known."""
+        wanted = {name for names in self.groups.dask_workers().values() for name in names}
+        try:
+            held = await self._remote.ask(protocol.HELD, names=sorted(connected_names(self) - wanted))
+        except (*NO_ANSWER, CMLError):
+            return 0
+        return sum(state["nbytes"] for state in held.values())
+
+    @property
+    def _why_not_done(self) -> str:
+        """Why sessions are not stopped or launched, as a clause."""
+        known = self._role.not_stopped or self._failover.problem or self._role.problem
+        return known or f"nothing has changed for {timing.finish:g} s"
 
     def workers_of(self, group: str) -> list[str]:
         """Return the names of a group's sessions, wanted or not."""
@@ -920,13 +967,18 @@ class KeptCluster(SpecCluster):
         if earlier is not None and not earlier.done():  # this object leaves the cluster, which is to end
             await asyncio.wait([earlier])
         self.status = Status.closing
+        not_done: str | None = None
         if not shutdown and earlier is None:
             await self._write_last()
         self.groups.stop_adapting()
         try:
+            if not shutdown:
+                not_done = await self._finish()
             await cancel(self._starting, self._following, self._sending)
             await self._stop_keeping()
             await (self._say_goodbye() if shutdown else self._hand_over())
+            if not_done is not None and await self._is_succeeded():
+                not_done = None
         except Exception:  # the sessions are stopped even so
             logger.exception("Cluster %s not closed properly", self.options.name)
         self._remote.close()
@@ -934,6 +986,7 @@ class KeptCluster(SpecCluster):
             if shutdown:
                 await self._stop_sessions()
             else:
+                self._forget_sessions()
                 await self._api.close()
         except BaseException:
             self.status = Status.failed
@@ -941,6 +994,78 @@ class KeptCluster(SpecCluster):
         await self._close_dask()
         no_longer_end_at_exit(self)
         await asyncio.to_thread(output.flush)
+        if not_done is not None and not self._shuts_down:
+            raise CMLError(not_done)
+
+    async def _finish(self) -> str | None:
+        """Do what users have asked for, before this process leaves. Return what is not done."""
+        self._finishes = True
+        try:
+            await self._wait_until_done(self._left_to_do)
+        finally:
+            self._finishes = False
+            self.groups.stop_adapting()  # another process may have asked for it meanwhile
+        return self.not_done
+
+    def _left_to_do(self) -> list[str]:
+        """Return the names of the sessions that this process has to launch or to stop before it leaves."""
+        if self._shuts_down or self._following is None or self._following.done():
+            return []
+        if self.keeper is not None:
+            return self.keeper.to_stop + self.keeper.to_launch
+        return [self.options.name] if self._leaves_a_change else []
+
+    @property
+    def _leaves_a_change(self) -> bool:
+        """Whether nobody keeps the cluster, which this process has changed. So it is about to keep it."""
+        return self._remote.has_written and self._remote.connected and self._remote.board.keeper is None
+
+    @property
+    def not_done(self) -> str | None:
+        """What is not carried out if this process leaves now, as a sentence. None if nothing is left."""
+        if self._following is None:  # it has not started
+            return None
+        parts = []
+        if self.keeper is not None and self.keeper.to_stop:
+            parts.append(f"{', '.join(self.keeper.to_stop)} not stopped")
+        if self.keeper is not None and self.keeper.to_launch:
+            parts.append(f"{', '.join(self.keeper.to_launch)} not launched")
+        if self.keeper is None and self._leaves_a_change:
+            parts.append("no process keeps the cluster")
+        if not parts:
+            return None
+        commands = [
+            f"`dask cml {shlex.join(self._scale_command(group))}`" for group in self._unfinished_groups
+        ]
+        return (
+            f"cluster {self.options.name} left before its last change was carried out: {', '.join(parts)} "
+            f"({self._why_not_done}). To carry it out, run {' and '.join(commands)}"
+        )
+
+    @property
+    def _unfinished_groups(self) -> list[str]:
+        """The groups of which sessions are still to be launched or stopped, at least one."""
+        keeper = self.keeper
+        names = [] if keeper is None else keeper.to_stop + keeper.to_launch
+        groups = {self.groups.group_of(name) for name in names}
+        return sorted(group for group in groups if group in self.groups) or [DEFAULT_GROUP]
+
+    def _scale_command(self, group: str) -> list[str]:
+        """Return the arguments of ``dask cml`` by which another process carries out what is wanted."""
+        option = [] if group == DEFAULT_GROUP else ["--group", group]
+        return ["scale", self.options.name, str(self.target(group)), *option]
+
+    async def _is_succeeded(self) -> bool:
+        """Return whether another process takes the lease of this one, which leaves."""
+        deadline = time.monotonic() + timing.succeed
+        try:
+            while (await self._remote.watch()).keeper in (None, self._remote.id):
+                if time.monotonic() > deadline:
+                    return False
+        except (*NO_ANSWER, CMLError, ValueError) as error:
+            logger.info("Keeper of cluster %s not known: %r", self.options.name, error)
+            return False
+        return True
 
     async def _write_last(self) -> None:
         """Write on the board what users of this process have changed, before it leaves."""
@@ -960,17 +1085,19 @@ class KeptCluster(SpecCluster):
                 logger.debug("Scheduler of cluster %s gave no answer: %r", self.options.name, error)
 
     async def _hand_over(self) -> None:
+        """Give the lease back."""
+        if self.keeper is not None:
+            await self.keeper.close()
+            with contextlib.suppress(CMLError):
+                await self._remote.lease(take=False)
+
+    def _forget_sessions(self) -> None:
         """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
         keeper = self.keeper
         if keeper is None:
             self._api.forget(*self._api.live)
-            return
-        await keeper.close()
-        ids = [str(process.session_id) for process in keeper.processes]
-        if not keeper.gone:
-            self._api.forget(*ids)
-        with contextlib.suppress(CMLError):
-            await self._remote.lease(take=False)
+        elif not keeper.gone:
+            self._api.forget(*[str(process.session_id) for process in keeper.processes])
 
     async def _stop_sessions(self) -> None:
         """Stop all sessions of the cluster, from all processes, and then remove the record."""
@@ -1028,7 +1155,8 @@ class KeptCluster(SpecCluster):
         Raises
         ------
         CMLError
-            If the platform did not stop some sessions. The message names them.
+            If the platform did not stop some sessions, or this process leaves before it has carried out the
+            last change. The message names the sessions.
         """
         closing = self._close(self.shutdown_on_close)
         try:
@@ -1062,22 +1190,28 @@ class KeptCluster(SpecCluster):
             If the process does not start, or does not end in time.
         """
         record, status = self.record, self.status
+        commands = [["delete", self.options.name, "--reason", self.end_reason]]
+        if not self.shutdown_on_close:
+            groups = [] if self.not_done is None else self._unfinished_groups
+            commands = [self._scale_command(group) for group in groups if not self.limits(group)]
         self.status = Status.closed
         if self._starting is not None and self._starting.get_loop().is_running():
             loop = self._starting.get_loop()
             asyncio.run_coroutine_threadsafe(cancel(self._following), loop)
             asyncio.run_coroutine_threadsafe(self._stop_keeping(), loop)
-        if record is None or status == Status.closed or not self.shutdown_on_close:
+        if record is None or status == Status.closed:
             return
-        program = [sys.executable, "-m", "dask", "cml", "delete", record.name, "--reason", self.end_reason]
         environment = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(record.folder.parent)}
-        subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
+        for command in commands:
+            program = [sys.executable, "-m", "dask", "cml", *command]
+            subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
 
     def _close_without_loop(self, shutdown: bool) -> None:
         """Close when the event loop has ended, as after asyncio.run. Blocks."""
         if self.status == Status.closed and (self._shuts_down or not shutdown):
             return
         self._shuts_down = shutdown
+        not_done = None if shutdown else self.not_done
         try:
             if shutdown:
                 self._stop_sessions_now()
@@ -1086,6 +1220,8 @@ class KeptCluster(SpecCluster):
             raise
         self.status = Status.closed
         no_longer_end_at_exit(self)
+        if not_done is not None:
+            raise CMLError(not_done)
 
     async def outlive_this_process(self) -> None:
         """Let the cluster run on when this process exits, until the session ends that launched it.

@@ -33,6 +33,8 @@ class Report:
         How many changes of each group users have asked for, as far as they are carried out.
     staying : sequence of str
         Workers that cannot be stopped now, because no other worker can take their data.
+    not_stopped : str or None
+        Why the platform does not stop sessions, as a sentence.
     """
 
     wanted: Mapping[str, str] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Report:
     shortages: Mapping[str, str] = field(default_factory=dict)
     requests: Mapping[str, int] = field(default_factory=dict)
     staying: Sequence[str] = ()
+    not_stopped: str | None = None
 
     @classmethod
     def of(cls, sessions: Sequence[Session], **fields: Any) -> Report:

@@ -138,6 +138,14 @@ class WorkersAPI:
         """The platform's current failure, as a sentence. None if its last calls succeeded."""
         return next(iter([*self._calls.failures.values()]), None)
 
+    def failure(self, verb: str) -> str | None:
+        """Return the current failure of an operation: ``"launch"``, ``"list"`` or ``"stop"``."""
+        return self._calls.failures.get(verb)
+
+    def settle(self, verb: str) -> None:
+        """Forget the failure of an operation, because nothing is left to launch or to stop."""
+        self._calls.failures.pop(verb, None)
+
     @property
     def key_refused(self) -> bool:
         """Whether the platform refuses this session's key, so that no call succeeds."""
