@@ -554,13 +554,15 @@ class Keeper:
 
     async def _find_sessions(self) -> None:
         """Let each wanted worker be the session that took its name, also if its launch was not answered."""
-        wanted, workers, connected = self._cluster.worker_spec, self._cluster.workers, self._take_connected()
+        workers, connected = self._cluster.workers, self._take_connected()
         for name, session in connected.items():
-            if name not in workers and name not in self._launches and name in wanted:
-                await self._adopt(self._make(name, wanted[name]), session)
+            spec = self._cluster.worker_spec.get(name)
+            if spec is not None and name not in workers and name not in self._launches:
+                await self._adopt(self._make(name, spec), session)
         for session, name in self._unused().items():
-            if name in wanted and name not in connected:
-                worker = workers.get(name) or self._make(name, wanted[name])
+            spec = self._cluster.worker_spec.get(name)
+            if spec is not None and name not in connected:
+                worker = workers.get(name) or self._make(name, spec)
                 if isinstance(worker, CMLWorker) and await worker.started_session() == session:
                     await self._adopt(worker, session)
 
