@@ -30,6 +30,7 @@ from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
 from dask_cml.rpc import NO_ANSWER
+from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
@@ -295,9 +296,11 @@ async def _start_workers(
     await gather_or_cancel(*[worker.start() for worker in workers])
     missing = {name: worker for worker in workers for name in worker.dask_names}
     while missing:
-        listing = await api.sessions()
+        listing = None
+        with contextlib.suppress(CallFailed):  # which proves nothing
+            listing = await api.sessions()
         for process in (*others, *workers):
-            if process.update(listing):
+            if listing is not None and process.update(listing):
                 raise SessionFailed(await process.failure("ended while the workers started"))
         for worker in missing.values():
             failure = worker.late("connect", options.worker_timeout)

@@ -15,7 +15,7 @@ import time
 import dask
 import pytest
 from clusters import arrived, log_of, make, simulate
-from distributed import Client, KilledWorker, wait
+from distributed import Client, KilledWorker, NannyPlugin, wait
 from simulated.testing import eventually, simulated
 
 from dask_cml.options import Options
@@ -296,11 +296,19 @@ async def test_why_a_nanny_has_started_its_worker_again(platform, holds, crash, 
 @pytest.mark.slow
 @pytest.mark.images
 async def test_a_restart_that_a_user_asks_for_is_no_crash_and_keeps_the_session(platform, holds):
+    class Restarting(NannyPlugin):  # within this function, because sessions cannot import this module
+        restart = True
+
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}):  # the nanny lives
         async with make(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
             await client.wait_for_workers(1)
             sessions = {session.id for session in cluster.sessions}
-            for moves, restart in (3, client.restart), (5, lambda: client.restart_workers(["mine-0"])):
+            restarts = (
+                client.restart,
+                lambda: client.restart_workers(["mine-0"]),
+                lambda: client.register_plugin(Restarting()),
+            )
+            for moves, restart in zip((3, 5, 7), restarts, strict=True):
                 busy = client.submit(time.sleep, 600, pure=False)  # the nanny kills a process that stays
                 while busy.key not in str(await client.processing()):
                     await asyncio.sleep(0.05)

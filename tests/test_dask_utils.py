@@ -245,6 +245,12 @@ def test_a_worker_that_does_not_connect_raises_an_error(workers_v1, scheduler, o
 
 
 @pytest.mark.slow
+def test_workers_start_while_the_platform_does_not_list_sessions(workers_v1, scheduler):
+    workers_v1.inject("error", function="list_workers", status=403, times=3)
+    assert len(run_dask_workers(get_scheduler_url(scheduler), 1, 1, 1)) == 1
+
+
+@pytest.mark.slow
 def test_a_scheduler_that_is_lost_while_workers_start_raises_an_error(workers_v1, other, until):
     def lose():
         def worker():
