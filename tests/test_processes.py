@@ -169,6 +169,7 @@ async def test_awaiting_it_twice_launches_once(stub, make, folder, running):
 @pytest.mark.parametrize("status", ["succeeded", "failed", "stopped", "timedout"])
 async def test_a_session_that_ends_first_fails_the_start_whatever_its_status(stub, make, status):
     scheduler = make()
+    scheduler.plan.log.parent.mkdir(parents=True)
     scheduler.plan.log.write_text("".join(f"line {i}\n" for i in range(1000)))
     starting = await begin(stub, scheduler)
     stub.set(scheduler.session_id, status, message="the node went away")
@@ -527,6 +528,7 @@ async def test_a_session_that_another_process_launched_has_the_age_and_the_owner
 async def test_a_failure_is_described_with_session_status_and_output(stub, api, make_worker):
     worker = make_worker()
     await worker
+    worker.plan.log.parent.mkdir(parents=True)
     worker.plan.log.write_text("Killed\n")
     stub.set(worker.session_id, "failed", k8sMessage="OOMKilled")
     worker.update(await api.sessions())
