@@ -21,6 +21,8 @@ logger = Logger(__name__)
 
 #: Seconds after which a scheduler that did not answer is asked again, unless its record changes before.
 _RETRY = 15.0
+#: Seconds without a connection after which a cluster that this process only shows is left, and judged anew.
+_DISCONNECTED = 60.0
 #: Seconds to shut down the owned clusters. Kubernetes grants 30.
 _GRACE = 25.0
 #: Errors that occur when a cluster ends meanwhile, or its record is invalid.
@@ -49,6 +51,10 @@ class Observed:
         Why a cluster that a subclass creates did not start.
     task : asyncio.Task or None
         Starts, joins or leaves the cluster.
+    not_before : float
+        The monotonic time before which it is not joined.
+    lost_since : float or None
+        The monotonic time since which its scheduler has not answered. None: it answers.
     """
 
     record: Record
@@ -57,6 +63,7 @@ class Observed:
     failure: Exception | None = None
     task: asyncio.Task[None] | None = None
     not_before: float = 0.0
+    lost_since: float | None = None
 
     @property
     def owned(self) -> bool:
@@ -90,6 +97,10 @@ class Observers:
     def connect(self, record: Record) -> CMLCluster:
         """Return an object for a running cluster, which is not connected yet."""
         return ObservedCluster(name=record.name, create_mode="connect", asynchronous=True, quiet=True)
+
+    def is_to_keep(self, record: Record) -> bool:
+        """Return whether :meth:`connect` returns an object that keeps the cluster if nobody else is to."""
+        return False
 
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which is connected now."""
@@ -151,17 +162,18 @@ class Observers:
                 known.record, known.not_before = record, 0.0
         for id, observed in self.observed.items():
             if observed.failure is None and (observed.task is None or observed.task.done()):
-                observed.task = asyncio.create_task(self._join_or_leave(observed, exists=id in records))
+                observed.task = asyncio.create_task(self._join_or_leave(observed, is_read=id in records))
         await self.polled()
 
-    async def _join_or_leave(self, observed: Observed, exists: bool) -> None:
+    async def _join_or_leave(self, observed: Observed, is_read: bool) -> None:
         """Connect to a cluster that runs. Leave a cluster that has ended."""
         cluster = observed.cluster
         try:
-            # An owned cluster closes by itself, as its record may be unreadable for a moment.
-            if cluster is not None and (cluster.status == Status.closed or not (exists or observed.owned)):
+            # A record that cannot be read for a moment has not ended its cluster.
+            has_ended = not is_read and await asyncio.to_thread(store.has_ended, observed.record)
+            if cluster is not None and self._is_to_leave(observed, cluster, has_ended):
                 await self._leave(observed, cluster)
-            if observed.cluster is None and not exists:
+            if observed.cluster is None and has_ended:
                 self.observed.pop(observed.record.id, None)
             elif observed.cluster is None and time.monotonic() >= observed.not_before:
                 await self._join(observed)
@@ -169,6 +181,18 @@ class Observers:
             logger.info("Cluster %s not shown: %s", observed.record.name, error)
         except Exception:
             logger.exception("Cluster %s not shown", observed.record.name)
+
+    def _is_to_leave(self, observed: Observed, cluster: CMLCluster, has_ended: bool) -> bool:
+        if cluster.status == Status.closed:
+            return True
+        if observed.owned:  # it closes by itself
+            return False
+        if self.is_to_keep(observed.record) and not cluster.takes_lease:  # since its creator died, perhaps
+            return True
+        now = time.monotonic()
+        observed.lost_since = None if cluster.is_connected else observed.lost_since or now
+        is_lost = observed.lost_since is not None and now - observed.lost_since > _DISCONNECTED
+        return has_ended or (is_lost and not cluster.may_keep)
 
     async def _join(self, observed: Observed) -> None:
         observed.not_before = time.monotonic() + _RETRY
@@ -186,4 +210,4 @@ class Observers:
 
     async def _leave(self, observed: Observed, cluster: CMLCluster) -> None:
         await cluster.leave()
-        observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
+        observed.cluster, observed.lost_since, observed.not_before = None, None, time.monotonic() + _RETRY

@@ -798,6 +798,54 @@ async def test_the_page_keeps_a_cluster_that_its_creator_has_left(server, it, se
         await server.ask("DELETE", "/api/clusters/day")
 
 
+@on_page
+async def test_the_page_shows_a_cluster_that_died_while_it_only_observed_it(server, it):
+    creator = await create_elsewhere(it, name="day", security=True)
+    await server.until("day", running)
+    creator.kill()
+    it.sessions.processes[it.platform.running["day-scheduler"]].freeze()
+    await server.until("day", lambda found: found["status"] == "not answering")  # CML lists it as running
+    it.platform.evict(it.platform.running["day-scheduler"])
+    await server.until("day", lambda found: found["status"] == "stale")
+    assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
+
+
+def keeps(cluster):
+    return cluster is not None and cluster.keeps
+
+
+@on_page
+async def test_the_page_keeps_a_cluster_that_is_to_outlive_its_creator_only_later(server, it):
+    creator = await create_elsewhere(it, name="day", security=True)
+    await server.until("day", running)
+    [cluster] = creator.clusters
+    await creator.start(cluster.outlive_this_process())
+    await creator.start(cluster.leave())
+    try:
+        await eventually(lambda: keeps(server.clusters.find("day").cluster), 60.0)
+    finally:
+        await server.ask("DELETE", "/api/clusters/day")
+
+
+@on_page
+async def test_the_page_keeps_a_cluster_whose_record_cannot_be_read_for_a_while(server, it):
+    await leave("day")
+    await server.until("day", running)
+    folder = state_directory() / "day"
+    try:
+        await eventually(lambda: server.clusters.running("day").keeps, 30.0)
+        cluster = server.clusters.running("day")
+        folder.chmod(0o770)
+        await asyncio.sleep(4.0)
+        folder.chmod(0o700)
+        await asyncio.sleep(60.0)
+        assert server.clusters.running("day") is cluster
+        assert cluster.keeps
+    finally:
+        folder.chmod(0o700)
+        await server.ask("DELETE", "/api/clusters/day")
+
+
 @simulated
 async def test_another_page_keeps_the_clusters_of_a_killed_one_at_once(it):
     async def create():

@@ -92,12 +92,16 @@ class ProjectClusters(Observers):
 
     def connect(self, record: Record) -> CMLCluster:
         """Return an object for a running cluster, which keeps it if nobody else is to."""
-        owns = bool(record.maker.serves) and record.maker.lives() is False
-        if owns or record.scheduler.orphan_timeout is None:
-            return CMLCluster(
-                name=record.name, create_mode="connect", shutdown_on_close=owns, asynchronous=True, quiet=True
-            )
-        return super().connect(record)
+        if not self.is_to_keep(record):
+            return super().connect(record)
+        owns = _was_served(record)
+        return CMLCluster(
+            name=record.name, create_mode="connect", shutdown_on_close=owns, asynchronous=True, quiet=True
+        )
+
+    def is_to_keep(self, record: Record) -> bool:
+        """Return whether the web UI keeps a cluster if nobody else is to."""
+        return _was_served(record) or record.scheduler.orphan_timeout is None
 
     async def polled(self) -> None:
         """Sum up what the clusters have used."""
@@ -321,3 +325,8 @@ class ProjectClusters(Observers):
             if error is not None:
                 raise error
         self.observed.pop(observed.record.id, None)
+
+
+def _was_served(record: Record) -> bool:
+    """Return whether a web UI that has ended created a cluster."""
+    return bool(record.maker.serves) and record.maker.lives() is False
