@@ -30,7 +30,7 @@ from dask_cml.sessions.plan import PRELOAD
 from dask_cml.timing import timing
 
 #: The writer of a change whose process is not known.
-NOBODY = {"writer": "", "number": 0}
+NOBODY = {"writer": "", "number": 0, "own": {}}
 
 
 @pytest.fixture
@@ -188,6 +188,20 @@ async def test_each_change_ends_the_wait_of_those_who_watch(scheduler, comm):
         answer = await asyncio.wait_for(waiting, 60)
         assert answer["groups"]["default"]["target"] == 2
         assert answer["revision"] > revision
+
+
+async def test_a_user_adds_workers_with_own_options_and_the_keeper_says_which_there_are(comm, folder, holds):
+    await comm.cml_set(groups={"default": {"target": 1, "own": {"large": {"memory": 8.0}}}})
+    answer = await comm.cml_set(groups={"default": {"target": 2, "own": {"huge": {"memory": 16.0}}}})
+    both = {"large": {"memory": 8.0}, "huge": {"memory": 16.0}}
+    assert answer["groups"]["default"]["own"] == both
+    refused = await comm.cml_set(groups={"default": {"target": 3, "own": {"large": {"memory": 9.0}}}})
+    assert "invalid worker name 'large'" in refused["refused"]
+    left = {"target": 1, "own": {"mine-7": {"memory": 16.0}}}
+    for request, expected in (1, both), (2, left["own"]):
+        answer = await comm.cml_report(**report(groups={"default": {**left, "request": request}}))
+        assert answer["groups"]["default"]["own"] == expected
+    await holds(lambda: file_of(folder)["groups"]["default"]["own"] == left["own"])
 
 
 async def test_the_last_one_who_writes_wins_and_others_values_stay(comm):

@@ -25,16 +25,18 @@ from pathlib import Path
 
 import distributed
 import pytest
-from clusters import arrived, rebuild, scheduler_of, simulate, target
+from clusters import NOTEBOOK, arrived, end, rebuild, scheduler_of, simulate, target
 from distributed import Client, SpecCluster
 from distributed.core import Status
 from distributed.deploy.cluster import Cluster
 from simulated.testing import eventually, simulated
 
 import dask_cml
-from dask_cml import CMLCluster
+from dask_cml import CMLCluster, CMLError
 from dask_cml.keeper.kept_cluster import KeptCluster
+from dask_cml.records import store
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.timing import timing
 
 #: The release of distributed whose lines the comments name, and how they do.
 RELEASE = "2026.8.0"
@@ -129,6 +131,145 @@ async def test_the_spec_need_not_be_uniform(it):
         assert sizes == {"mine-0": 2, "large": 8}
         cluster.scale(0)
         await eventually(lambda: not cluster.workers)
+
+
+def sizes(cluster):
+    """The memory of the connected workers of a cluster, in GiB."""
+    connected = cluster.observed
+    workers = [session for session in cluster.sessions if session.role == "worker"]
+    return sorted(worker.size.memory for worker in workers if worker.name in connected)
+
+
+def add(cluster, name, **own):
+    """Add a worker to the spec by hand that has options of its own."""
+    spec = cluster.new_spec
+    cluster.worker_spec[name] = {**spec, "options": {**spec["options"], **own}}
+
+
+@simulated
+async def test_a_worker_is_replaced_by_its_own_spec(it):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        add(cluster, "large", memory=8, cpu=2)
+        cluster.worker_spec["other"] = {"cls": Elsewhere}
+        await cluster
+        await eventually(lambda: sizes(cluster) == [2, 8])
+        it.platform.evict(it.platform.running["large"])
+        await eventually(lambda: "large" not in cluster.worker_spec and sizes(cluster) == [2, 8])
+        other = cluster.workers["other"]
+        it.platform.evict(it.platform.running["mine-scheduler"])
+        await eventually(lambda: cluster.place.number == 1 and sizes(cluster) == [2, 8])
+        assert {worker.options.nthreads for worker in cluster.keeper.workers()} == {1, 2}
+        assert other.state == "closed"
+        assert cluster.workers["other"].state == "running"
+        assert target(cluster) == 3
+        cluster.scale(0)
+        await eventually(lambda: not cluster.workers)
+
+
+def sizes_of(it):
+    """The memory of the worker sessions that run, in GiB."""
+    return sorted(
+        it.platform.all[session].launched_with["memory"]
+        for name, session in it.platform.running.items()
+        if not name.endswith("scheduler")
+    )
+
+
+async def create_with_specs_by_hand(it, env):
+    """Let another process create a cluster with specs that are added by hand. Return the process."""
+
+    async def create():
+        async with simulate(name="mine", n_workers=1, worker_groups={"gpu": {"memory": 4}}) as cluster:
+            add(cluster, "large", memory=8)
+            cluster.worker_spec["huge"] = cluster.groups.spec("gpu")
+            cluster.worker_spec["huge"]["options"]["memory"] = "16 GiB"
+            await cluster
+            await eventually(lambda: sizes(cluster) == [2, 8, 16])
+            it.platform.evict(it.platform.running["huge"])
+            await eventually(lambda: "huge" not in cluster.worker_spec and sizes(cluster) == [2, 8, 16])
+            await eventually(
+                lambda: store.read("mine").scheduler.groups["gpu"]["own"].keys() == {"mine-gpu-0"}
+            )
+            created.set()
+            await asyncio.Event().wait()
+
+    created, creator = asyncio.Event(), it.process("creator", env)
+    creator.start(create())
+    await created.wait()
+    return creator
+
+
+@simulated
+async def test_the_next_keeper_keeps_the_specs_of_workers(it):
+    creator = await create_with_specs_by_hand(it, NOTEBOOK)
+    before = {*it.platform.live}
+    async with rebuild("mine", shutdown_on_close=True) as cluster:
+        assert cluster.worker_spec["large"]["options"]["memory"] == "8.0 GiB"
+        creator.kill()
+        await eventually(lambda: cluster.keeps and sizes(cluster) == [2, 8, 16])
+        await asyncio.sleep(timing.strays + timing.stray)
+        assert {*it.platform.live} == before
+        it.platform.evict(it.platform.running["large"])
+        it.platform.evict(it.platform.running["mine-gpu-0"])
+        await eventually(lambda: len(before & {*it.platform.live}) == 2 and sizes(cluster) == [2, 8, 16])
+        assert [group.n_arrived for group in cluster.worker_groups.values()] == [2, 1]
+        cluster.scale(3)
+        await eventually(lambda: sizes(cluster) == [2, 2, 8, 16])
+
+
+@simulated
+async def test_the_next_keeper_replaces_a_worker_by_its_spec_that_was_lost_without_a_keeper(it):
+    creator = await create_with_specs_by_hand(it, NOTEBOOK)
+    async with rebuild("mine", shutdown_on_close=True) as cluster:
+        creator.kill()
+        lost = it.platform.running["large"]
+        it.platform.evict(lost)
+        await asyncio.to_thread(end, store.read("mine"), lost)
+        await eventually(lambda: cluster.keeps and sizes(cluster) == [2, 8, 16])
+        assert "large" not in cluster.worker_spec
+        assert [group.n_workers for group in cluster.worker_groups.values()] == [2, 1]
+
+
+@simulated
+async def test_a_process_that_launches_the_next_scheduler_keeps_the_specs_of_workers(it):
+    creator = await create_with_specs_by_hand(it, {"CDSW_ENGINE_ID": "anothersession00"})
+    async with rebuild("mine", shutdown_on_close=True) as cluster:
+        creator.kill()
+        it.platform.end_session("anothersession00")
+        await eventually(lambda: cluster.keeps and sizes(cluster) == [2, 8, 16])
+        assert [group.n_arrived for group in cluster.worker_groups.values()] == [2, 1]
+        assert sizes_of(it) == [2, 8, 16]
+
+
+@simulated
+async def test_a_remote_adds_a_worker_with_options_of_its_own(it):
+    async with simulate(name="mine", n_workers=1) as keeper, rebuild("mine") as remote:
+        await eventually(lambda: sizes(remote) == [2])
+        add(remote, "large", memory=8)
+        await remote._correct_state()
+        await eventually(lambda: sizes(keeper) == sizes(remote) == [2, 8])
+        assert keeper.workers["large"].options.memory == 8
+        assert remote.worker_spec["large"]["options"]["memory"] == "8.0 GiB"
+        await remote.scale_down(["large"])
+        await eventually(lambda: sizes(keeper) == sizes(remote) == [2])
+        add(remote, "large", memory=16)  # the name was given
+        await remote._correct_state()
+        await eventually(lambda: sizes(keeper) == sizes(remote) == [2, 16])
+        assert {*keeper.workers} == {*remote.worker_spec} == {"mine-0", "mine-1"}
+        assert target(keeper) == target(remote) == 2
+
+
+@simulated
+async def test_a_remote_refuses_a_worker_of_another_class(it):
+    async with simulate(name="mine", n_workers=1) as keeper, rebuild("mine") as remote:
+        await eventually(lambda: sizes(remote) == [2])
+        remote.worker_spec["other"] = {"cls": Elsewhere}
+        remote.worker_spec["noted"] = {**remote.new_spec, "cls": Noted}
+        add(remote, "large", memory=8)
+        with pytest.raises(CMLError, match=r"^noted, other not added to cluster mine: another process keeps"):
+            await remote._correct_state()
+        await eventually(lambda: sizes(keeper) == sizes(remote) == [2, 8])
+        assert {*remote.worker_spec} == {"mine-0", "large"}
 
 
 @simulated

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.objects import SchedulerInfo
 
+from dask_cml.errors import CMLError
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.outbox import Outbox
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import connected_names
+from dask_cml.records import store
 from dask_cml.remote import BoardState, Remote
 from dask_cml.sessions.session import Session
 from dask_cml.validation import with_numbers
 
 if TYPE_CHECKING:
-    from distributed.deploy.spec import SpecCluster
+    from dask_cml.keeper.kept_cluster import KeptCluster
 
 #: Dask workers whose description a process reads in a second, at most.
 _DESCRIPTIONS = 500
@@ -30,7 +33,7 @@ class Follower:
 
     Parameters
     ----------
-    cluster : SpecCluster
+    cluster : KeptCluster
         The cluster, whose ``worker_spec`` shows what the keeper wants.
     groups : Groups
         The worker groups in that spec.
@@ -40,7 +43,7 @@ class Follower:
         Writes on the board.
     """
 
-    def __init__(self, cluster: SpecCluster, groups: Groups, remote: Remote, outbox: Outbox) -> None:
+    def __init__(self, cluster: KeptCluster, groups: Groups, remote: Remote, outbox: Outbox) -> None:
         self._cluster, self._groups, self._remote, self._outbox = cluster, groups, remote, outbox
         self._report = Report()
         #: How many moves of Dask workers are known, and when they were read.
@@ -128,7 +131,8 @@ class Follower:
                 self._cluster.worker_spec.clear()
                 for name, group in self._report.wanted.items():
                     if group in self._groups:  # an older report may name workers of a deleted group
-                        self._cluster.worker_spec[name] = self._groups.spec(group)
+                        own = board.groups[group].own.get(name)
+                        self._cluster.worker_spec[name] = self._groups.spec(group, own)
         pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
         if board.moves != self._moves and time.monotonic() - self._read_workers_at > pause:
             self._read_workers_at = time.monotonic()
@@ -147,14 +151,46 @@ class Follower:
         Raises
         ------
         CMLError
-            If the scheduler does not answer. Then the change is lost.
+            If the scheduler does not answer. Then the change is lost. Also if the board cannot carry what
+            was added.
         """
-        closed, new = self._groups.take_changes_by_hand()
-        changed = {self._groups.group_of(name) for name in new}
+        own: dict[str, Mapping[str, Any]] = {}
+        refused = []
+        with self._groups.changing():
+            closed, new = self._groups.take_changes_by_hand()
+            for name in sorted(new):
+                options = self._groups.own_of(name)
+                if options is None:
+                    refused.append(name)
+                elif options:
+                    own[name] = options
+            changed = {self._groups.group_of(name) for name in new - {*refused}}
+            self._groups.drop(refused)
+        if own:
+            await self._rename_given(own)
         changes: dict[str, Any] = {}
         if closed:
             changes["closing"] = sorted(closed)
         if changed:
-            changes["groups"] = {group: {"target": len(self._groups.workers(group))} for group in changed}
+            changes["groups"] = {group: self._change(group, own) for group in changed}
         if changes:
             await self._outbox.write(**changes)
+        if refused:
+            raise CMLError(
+                f"{', '.join(refused)} not added to cluster {self._cluster.options.name}: another process "
+                "keeps it and makes its workers. From here it gets options, but no classes and none of their "
+                "other arguments"
+            )
+
+    def _change(self, group: str, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the change of a group to which workers were added."""
+        workers = self._groups.workers(group)
+        added = {name: options for name, options in own.items() if name in workers}
+        return {"target": len(workers), **({"own": added} if added else {})}
+
+    async def _rename_given(self, own: dict[str, Mapping[str, Any]]) -> None:
+        """Give new workers other names if sessions have had their names."""
+        assert self._cluster.record is not None
+        self._groups.given(await asyncio.to_thread(store.given_names, self._cluster.record))
+        for name in [*own]:
+            own[self._groups.rename_given(name)] = own.pop(name)

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from distributed.deploy.adaptive import Adaptive
 
 
+def is_of_session(spec: Mapping[str, Any]) -> bool:
+    """Return whether a spec is that of a session. A subclass may have specs of workers of any other class."""
+    return isinstance(spec.get("options", {}).get("options"), Options)
+
+
 class Groups:
     """The worker groups of a cluster, and which entries of its ``worker_spec`` belong to them.
 
@@ -61,6 +66,8 @@ class Groups:
         self._numbers: dict[str, int] = {}
         #: All names that sessions of the cluster have had. A second session with such a name would exit.
         self._given: set[str] = set()
+        #: The own options of wanted workers, with the options in their specs from which they follow.
+        self._own: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {}
         self._adaptives: dict[str, Adaptive] = {}
 
     @contextlib.contextmanager
@@ -164,6 +171,7 @@ class Groups:
                 adapt=self.limits(group),
                 request=requests.get(group, 0),
                 created=self._created.get(group, 0),
+                own=self.own(group),
             )
             groups[group] = asdict(board_group)
         return groups
@@ -214,16 +222,60 @@ class Groups:
 
     # -- specs
 
-    def spec(self, group: str) -> dict[str, Any]:
-        """Return the spec of a group's workers, in SpecCluster's form."""
+    def spec(self, group: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the spec of a group's workers, or of a worker with options of its own.
+
+        It has SpecCluster's form.
+        """
         options = self.options(group)
-        arguments = {"api": self._api, "options": options, "place": self._place}
+        arguments = {"api": self._api, "options": options, "place": self._place, **(own or {})}
+        if own:
+            options = options.of_group(own)
         spec: dict[str, Any] = {"cls": CMLWorker, "options": arguments | options.per_session}
         if group != DEFAULT_GROUP:
             spec["worker_group"] = group
         if options.processes > 1:  # SpecCluster's suffixes of the Dask workers' names
             spec["group"] = dask_names("", options.processes)
         return spec
+
+    def own(self, group: str) -> dict[str, Mapping[str, Any]]:
+        """Return the options of a group's wanted workers that differ from the group's, by their names."""
+        with self.lock:
+            own = {name: self.own_of(name) for name in self.workers(group)}
+            return {name: options for name, options in own.items() if options}
+
+    def own_of(self, name: str) -> Mapping[str, Any] | None:
+        """Return the options of a wanted worker that differ from its group's, for the board.
+
+        Return None if the board cannot carry the difference: a class of a subclass, or its arguments.
+        """
+        spec, group = self._cluster.worker_spec[name], self.group_of(name)
+        given, ordinary = spec.get("options", {}), self.spec(group)["options"]
+        classes = (CMLWorker, self._cluster.new_spec["cls"])
+        if not is_of_session(spec) or spec["cls"] not in classes:
+            return None
+        if given == ordinary:
+            return {}
+        known, own = self._own.get(name, ({}, None))
+        if given != known:
+            own = self._difference(given, self.options(group))
+            self._own = {
+                other: value for other, value in self._own.items() if other in self._cluster.worker_spec
+            }
+            self._own[name] = {**given}, own
+        return own
+
+    def _difference(self, given: Mapping[str, Any], options: Options) -> Mapping[str, Any] | None:
+        """Return how the options in a spec differ from a group's, see :class:`CMLWorker`."""
+        base = given["options"]
+        usual = {"api": given.get("api"), "options": base, "place": given.get("place"), **base.per_session}
+        own = {name: value for name, value in given.items() if value != usual.get(name)}
+        try:
+            arguments = base.of_group(own).group_arguments()
+        except (TypeError, ValueError):
+            return None
+        ordinary = options.group_arguments()
+        return {name: value for name, value in arguments.items() if value != ordinary[name]}
 
     def move(self, place: Place) -> None:
         """Let workers that are not launched yet find another scheduler, or other keys."""
@@ -329,6 +381,35 @@ class Groups:
             for _ in range(-surplus):
                 self._cluster.worker_spec.update(self.new(group))
 
+    def add_own(self, group: str, own: Mapping[str, Mapping[str, Any]], *, again: bool = False) -> None:
+        """Want workers of a group that have options of their own, unless they are wanted.
+
+        Parameters
+        ----------
+        group : str
+            The group.
+        own : mapping
+            The workers' own options, by their names.
+        again : bool
+            Whether to replace those that were wanted before, and have ended without a keeper.
+        """
+        with self.changing():
+            for name, options in own.items():
+                if name in self._cluster.worker_spec or (name in self._given and not again):
+                    continue
+                new_name = next(iter(self.new(group))) if name in self._given else name
+                self._cluster.worker_spec[new_name] = self.spec(group, options)
+                self.given([new_name])
+
+    def rename_given(self, name: str) -> str:
+        """Give a wanted worker another name if a session has had its name. Return its name."""
+        with self.changing():
+            if name not in self._given or name not in self._cluster.worker_spec:
+                return name
+            new_name: str = next(iter(self.new(self.group_of(name))))
+            self._cluster.worker_spec[new_name] = self._cluster.worker_spec.pop(name)
+            return new_name
+
     def close(self, group: str, names: Iterable[str]) -> None:
         """Drop surplus workers that the scheduler has chosen."""
         with self.changing():
@@ -339,16 +420,17 @@ class Groups:
             self._excess[group] = excess - len(chosen)
 
     def replace(self, name: str) -> bool:
-        """Want another worker instead of a lost one. Return False if it was not wanted any more."""
+        """Want another worker by the spec of a lost one. Return False if it was not wanted any more."""
         with self.changing():
             group = self.group_of(name)
-            if self._cluster.worker_spec.pop(name, None) is None:
+            spec = self._cluster.worker_spec.pop(name, None)
+            if spec is None:
                 return False
             if self._excess.get(group, 0) > 0:  # one worker too many was wanted anyway
                 self._excess[group] -= 1
             else:
                 self.given([name])
-                self._cluster.worker_spec.update(self.new(group))
+                self._cluster.worker_spec[next(iter(self.new(group)))] = spec
             return True
 
     def drop(self, names: Iterable[str]) -> None:
@@ -358,11 +440,16 @@ class Groups:
                 self._cluster.worker_spec.pop(name, None)
 
     def renew(self) -> None:
-        """Want as many workers of each group under new names, because another scheduler begins."""
+        """Want workers of the same specs under new names, because another scheduler begins."""
         with self.changing():
-            targets = {group: self.target(group) for group in self._options}
-            self.given(self.workers())
-            self._cluster.worker_spec.clear()
+            for group in self.names:
+                for name in self.workers(group)[self.target(group) :]:
+                    del self._cluster.worker_spec[name]
             self._excess.clear()
-            for group, n in targets.items():
-                self.resize(group, n, ())
+            specs = dict(self._cluster.worker_spec)
+            self.given(name for name, spec in specs.items() if is_of_session(spec))
+            self._cluster.worker_spec.clear()
+            for name, spec in specs.items():
+                group = spec.get("worker_group", DEFAULT_GROUP)
+                new_name = next(iter(self.new(group))) if is_of_session(spec) else name
+                self._cluster.worker_spec[new_name] = spec

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -419,7 +420,8 @@ class Keeper:
             if group not in self._groups:
                 self._adopt_unwanted(launch.id, launch.key, group, launch)
                 continue
-            spec = self._groups.spec(group)
+            board_group = self._remote.board.groups.get(group, BoardGroup())
+            spec = self._groups.spec(group, board_group.own.get(launch.key))
             with self._groups.changing():
                 self._cluster.worker_spec[launch.key] = spec
             worker = self._make(launch.key, spec)
@@ -462,6 +464,7 @@ class Keeper:
                     continue
                 self.requests[name] = group.request
                 self._backoffs.pop(name, None)  # it begins anew
+                self._groups.add_own(name, group.own)
                 self._groups.resize(name, group.target, self.absent(name))
                 self._adapt(name, group)
                 self._groups.begin_adapting()
@@ -518,7 +521,8 @@ class Keeper:
             closed, new = self._groups.take_changes_by_hand()
             for group in {self._groups.group_of(name) for name in closed | new}:
                 if group in self._groups:
-                    self.ask(group, target=self._groups.target(group))
+                    self.ask(group, target=self._groups.target(group), own=self._groups.own(group))
+            self._groups.given(new)
 
     # -- the step
 
@@ -627,11 +631,17 @@ class Keeper:
 
     async def close_others(self) -> None:
         """Close a subclass's workers that are no sessions of the platform, and not in the spec."""
-        workers, wanted = self._cluster.workers, self._cluster.worker_spec
-        names = [name for name in [*workers] if not isinstance(workers[name], CMLWorker)]
-        names = [name for name in names if name not in wanted]
+        await self._close_others([name for name in self._others() if name not in self._cluster.worker_spec])
+
+    def _others(self) -> list[str]:
+        """Return the names of a subclass's workers that are no sessions of the platform."""
+        workers = [*self._cluster.workers.items()]
+        return [name for name, worker in workers if not isinstance(worker, CMLWorker)]
+
+    async def _close_others(self, names: Sequence[str]) -> None:
         if not names:
             return
+        workers = self._cluster.workers
         closing = asyncio.gather(*(workers.pop(name).close() for name in names), return_exceptions=True)
         try:
             results = await within(timing.stop, closing)
@@ -1047,9 +1057,9 @@ class Keeper:
                 request = self.requests.get(group)
                 if group in self._own_changes or group not in board.groups or request is None:
                     continue
-                target = self._groups.target(group)
-                if target != board.groups[group].target:
-                    changes[group] = {"target": target, "request": request}
+                target, own = self._groups.target(group), self._groups.own(group)
+                if (target, own) != (board.groups[group].target, board.groups[group].own):
+                    changes[group] = {"target": target, "own": own, "request": request}
             closed = [name for name in board.closing if name in self._closed]
             report = Report.of(
                 self.sessions,
@@ -1131,20 +1141,32 @@ class Keeper:
         with self._groups.changing():
             self._groups.drop(self._groups.workers())
             self._groups.take(board.groups)
-            self._want_all(board.groups)
-            for name in board.closing:
-                group = self._groups.group_of(name)
-                self._groups.resize(group, max(0, self._groups.target(group) - 1), ())
+            self._want_all(self._without_closing(board))
+
+    def _without_closing(self, board: BoardState) -> dict[str, BoardGroup]:
+        """Return the groups of a board without the workers that its keeper was still to close."""
+        launches = (*self._record.launches.values(), *self._record.ended.values())
+        by_name = {launch.key: launch.worker_group(self._name) for launch in launches}
+        # A name may be that of one of several Dask workers.
+        closing = {name if name in by_name else name.rpartition("-")[0] for name in board.closing}
+        groups = {}
+        for name, group in board.groups.items():
+            n = sum(by_name.get(worker) == name for worker in closing)
+            own = {worker: options for worker, options in group.own.items() if worker not in closing}
+            groups[name] = replace(group, target=max(0, group.target - n), own=own)
+        return groups
 
     def _want_all(self, groups: Mapping[str, BoardGroup]) -> None:
         """Want what another keeper has left of all groups."""
         for name, group in groups.items():
             self.requests[name] = group.request
+            self._groups.add_own(name, group.own, again=True)
             self._groups.resize(name, group.target, ())
             self._adapt(name, group)
 
     async def stop_all(self, record: Record) -> None:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
+        await self._close_others(self._others())
         await self._retirements.close()
         await self._journal.write(self.processes)
         latest = await asyncio.to_thread(store.refreshed, record)

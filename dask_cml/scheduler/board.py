@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.scheduler.messages import Count, Group, Number, Options, Seconds
+from dask_cml.scheduler.messages import Count, Group, Number, Options, Seconds, Text
 
 
 class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -39,6 +39,9 @@ class GroupChange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         The limits of adaptive scaling. None: the group does not adapt.
     options : mapping
         The options of a new group.
+    own : mapping
+        Workers to add, with the options that differ from the group's, by their names. With `request`: all
+        workers with options of their own.
     request : int
         Change the group only if users have asked for as many changes so far.
     """
@@ -46,6 +49,7 @@ class GroupChange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     target: Count | UnsetType = UNSET
     adapt: Limits | UnsetType | None = UNSET
     options: Options | UnsetType = UNSET
+    own: Mapping[Text, Options] | UnsetType = UNSET
     request: Number | UnsetType = UNSET
 
 
@@ -76,6 +80,8 @@ class BoardGroup:
         The id of the process whose user has asked for the last change. Empty: none has.
     number : int
         The number of that change in its process.
+    own : mapping
+        The options of workers that differ from the group's, by their names.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -85,6 +91,7 @@ class BoardGroup:
     created: int = 0
     writer: str = ""
     number: int = 0
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Board:
@@ -204,6 +211,13 @@ class Board:
             raise ValueError(f"invalid worker_group={name!r}: expected one of {known}")
         if change is None and name == DEFAULT_GROUP:
             raise ValueError(f"invalid name={name!r}: expected a worker group other than {DEFAULT_GROUP!r}")
+        if change is not None and change.own is not UNSET and change.request is UNSET and not is_new:
+            known_workers = self.groups[name].own
+            for worker, options in change.own.items():
+                if known_workers.get(worker, options) != options:
+                    raise ValueError(
+                        f"invalid worker name {worker!r}: expected a name that no worker of the cluster has"
+                    )
 
     def _change(self, name: str, change: GroupChange) -> None:
         group = self.groups.setdefault(name, BoardGroup(created=self.revision))
@@ -215,6 +229,8 @@ class Board:
             group.options = dict(change.options)
         if change.target is not UNSET:
             group.target = change.target
+        if change.own is not UNSET:
+            group.own = {**(group.own if change.request is UNSET else {}), **change.own}
         if change.adapt is not UNSET:
             group.adapt = None if change.adapt is None else msgspec.structs.asdict(change.adapt)
         if group.adapt is not None and change.request is UNSET:
