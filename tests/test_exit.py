@@ -643,6 +643,25 @@ def test_a_handler_that_closes_joins_the_close_that_it_interrupts(platform, defa
     assert all(session["stop_requested"] for session in platform.sessions())
 
 
+def test_a_close_after_an_interrupted_close_joins_it(platform):
+    async def close_dask():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await asyncio.to_thread(interrupted.wait, 60)
+        await close()
+
+    cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
+    interrupted = threading.Event()
+    close, cluster._close_dask = cluster._close_dask, close_dask
+    with pytest.raises(KeyboardInterrupt):
+        cluster.close()
+    assert cluster.status == Status.closing
+    interrupted.set()
+    cluster.close()
+    assert cluster.status == Status.closed
+    assert not cluster._loop_runs
+    assert all(session["stop_requested"] for session in platform.sessions())
+
+
 def test_a_close_waits_for_that_of_another_thread_as_long_as_it_may(platform):
     cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
     closes, may_close = threading.Event(), threading.Event()

@@ -24,11 +24,11 @@ from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
 from testbed import faults
 
-from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
+from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, output
 from dask_cml.discovery import discover
 from dask_cml.layout import CLIENT_NAME, RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
-from dask_cml.observers import ObservedCluster
+from dask_cml.observers import ObservedCluster, Observers
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.sessions import here
@@ -503,6 +503,26 @@ async def test_a_process_that_only_showed_a_cluster_carries_out_its_change_befor
         assert not cluster.keeps
         cluster.scale(0)
     assert launched(it) == {"night-scheduler"}
+    await close_night()
+
+
+@simulated
+async def test_a_page_that_ends_names_the_sessions_that_it_leaves_unfinished(it, caplog):
+    it.platform.doom("silent", key="night-0")
+    async with simulate(name="night", n_workers=1, shutdown_on_close=False, security=True):
+        pass
+    observers = Observers(interval=0.1)
+    observers.start()
+    await eventually(lambda: [page.cluster for page in observers.observed.values() if page.cluster])
+    [page] = observers.observed.values()
+    await eventually(lambda: page.cluster.status == Status.running)
+    it.platform.fail("stop_workers", *[HTTPError(401)] * 1000)
+    await page.cluster.scale(0)
+    await observers.close()
+    await asyncio.to_thread(output.flush)
+    assert "night-0 not stopped" in caplog.text
+    assert "`dask cml scale night 0`" in caplog.text
+    it.platform.heal()
     await close_night()
 
 
