@@ -154,18 +154,16 @@ class Follower:
             If the scheduler does not answer. Then the change is lost. Also if the board cannot carry what
             was added.
         """
-        own: dict[str, Mapping[str, Any]] = {}
-        refused = []
+        differences: dict[str, Mapping[str, Any] | None] = {}
         with self._groups.changing():
             closed, new = self._groups.take_changes_by_hand()
-            for name in sorted(new):
-                options = self._groups.own_of(name)
-                if options is None:
-                    refused.append(name)
-                elif options:
-                    own[name] = options
-            changed = {self._groups.group_of(name) for name in new - {*refused}}
+            for group in {self._groups.group_of(name) for name in new}:
+                names = [name for name in self._groups.workers(group) if name in new]
+                differences |= self._groups.differences(group, names)
+            refused = sorted(name for name, options in differences.items() if options is None)
+            changed = {self._groups.group_of(name) for name in differences.keys() - {*refused}}
             self._groups.drop(refused)
+        own = {name: options for name, options in differences.items() if options}
         if own:
             await self._rename_given(own)
         changes: dict[str, Any] = {}

@@ -240,30 +240,35 @@ class Groups:
 
     def own(self, group: str) -> dict[str, Mapping[str, Any]]:
         """Return the options of a group's wanted workers that differ from the group's, by their names."""
-        with self.lock:
-            own = {name: self.own_of(name) for name in self.workers(group)}
-            return {name: options for name, options in own.items() if options}
+        own = self.differences(group, self.workers(group))
+        return {name: options for name, options in own.items() if options}
 
-    def own_of(self, name: str) -> Mapping[str, Any] | None:
-        """Return the options of a wanted worker that differ from its group's, for the board.
+    def differences(self, group: str, names: Iterable[str]) -> dict[str, Mapping[str, Any] | None]:
+        """Return how the options of a group's wanted workers differ from the group's, by their names.
 
-        Return None if the board cannot carry the difference: a class of a subclass, or its arguments.
+        None: the board cannot carry the difference, a class of a subclass or arguments of it.
         """
-        spec, group = self._cluster.worker_spec[name], self.group_of(name)
-        given, ordinary = spec.get("options", {}), self.spec(group)["options"]
-        classes = (CMLWorker, self._cluster.new_spec["cls"])
-        if not is_of_session(spec) or spec["cls"] not in classes:
-            return None
-        if given == ordinary:
-            return {}
-        known, own = self._own.get(name, ({}, None))
-        if given != known:
-            own = self._difference(given, self.options(group))
-            self._own = {
-                other: value for other, value in self._own.items() if other in self._cluster.worker_spec
-            }
-            self._own[name] = {**given}, own
-        return own
+        with self.lock:
+            ordinary, classes = self.spec(group)["options"], (CMLWorker, self._cluster.new_spec["cls"])
+            differences: dict[str, Mapping[str, Any] | None] = {}
+            for name in names:
+                spec = self._cluster.worker_spec.get(name)
+                if spec is None:  # a user has removed it by hand in another thread
+                    continue
+                given = spec.get("options", {})
+                if not is_of_session(spec) or spec["cls"] not in classes:
+                    differences[name] = None
+                elif given == ordinary:
+                    differences[name] = {}
+                else:
+                    known, difference = self._own.get(name, ({}, None))
+                    if given != known:
+                        difference = self._difference(given, self.options(group))
+                        self._own[name] = {**given}, difference
+                    differences[name] = difference
+            for name in self._own.keys() - self._cluster.worker_spec.keys():
+                del self._own[name]
+            return differences
 
     def _difference(self, given: Mapping[str, Any], options: Options) -> Mapping[str, Any] | None:
         """Return how the options in a spec differ from a group's, see :class:`CMLWorker`."""
