@@ -305,7 +305,7 @@ async def test_a_restart_that_a_user_asks_for_is_no_crash_and_keeps_the_session(
             sessions = {session.id for session in cluster.sessions}
             restarts = (
                 client.restart,
-                lambda: client.restart_workers(["mine-0"]),
+                lambda: client.restart_workers([*cluster.scheduler_info["workers"]]),
                 lambda: client.register_plugin(Restarting()),
             )
             for moves, restart in zip((3, 5, 7), restarts, strict=True):
