@@ -30,7 +30,7 @@ class _Writer:
 
     def begin(self) -> None:
         """Have nothing to write. The child of a fork has the parent's locks, and not its thread."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may write while its thread writes
         self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
         self.idle = threading.Event()
         self.idle.set()

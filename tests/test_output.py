@@ -200,3 +200,29 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def test_a_child_that_is_forked_while_words_are_written_writes_its_own():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "of the child\nof the parent\n", "logged\n")
+
+
+SIGNAL = """
+import logging, signal
+from dask_cml import output
+from dask_cml.output import Logger
+
+logging.basicConfig(format="%(message)s")
+logger = Logger("dask_cml.test")
+
+class Interrupted(type(output._writer._waiting)):
+    def append(self, function):
+        super().append(function)
+        if len(self) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+
+signal.signal(signal.SIGUSR1, lambda *_: logger.warning("of the handler"))
+output._writer._waiting = Interrupted()
+logger.warning("of the program")
+output.flush(60)
+"""
+
+
+def test_a_signals_handler_may_log_while_the_program_logs():
+    done = subprocess.run([sys.executable, "-c", SIGNAL], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "of the program\nof the handler\n")
