@@ -947,6 +947,28 @@ async def test_a_stop_that_is_answered_late_has_stopped_all_of_its_sessions(stub
     assert left() == {*api.live} == set()
 
 
+async def test_a_stop_that_is_answered_while_its_repetition_fails_has_succeeded(stub, left, monkeypatch):
+    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 1}):
+        api = WorkersAPI(stub)
+    ids = await launch(api, 2)
+    stop_workers, repeated = stub.stop_workers, threading.Event()
+
+    def stop(*ids):
+        if stub.count("stop_workers"):
+            repeated.set()
+            while api.live:
+                time.sleep(0.001)
+            raise HTTPError(403)
+        answer = stop_workers(*ids)
+        repeated.wait(60)
+        return answer
+
+    monkeypatch.setattr(stub, "stop_workers", stop)
+    await api.stop(*ids)
+    assert left() == {*api.live} == set()
+    assert api.problem is None
+
+
 async def test_a_hanging_stop_is_not_retried_beyond_the_time_limit_of_one_call(stub, left):
     with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 6}):
         api = WorkersAPI(stub)

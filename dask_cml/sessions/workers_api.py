@@ -357,16 +357,21 @@ class WorkersAPI:
             return [session_id for session_id in ids if session_id in self.live or session_id not in live]
 
         def what() -> str:
-            more = len(left()) - 1
-            return f"{left()[0]} and {more} more" if more else left()[0]
+            first, *others = left() or ids
+            return f"{first} and {len(others)} more" if others else first
 
         limit = self._time_to_stop(ids)
         try:
-            await self._calls.do("stop", what, lambda: self._stop_now(ids), limit)
-        except CallFailed as error:
-            if not isinstance(error.__cause__, NotAllStopped):
+            try:
+                await self._calls.do("stop", what, lambda: self._stop_now(left()), limit)
+            except CallFailed as error:
+                if not isinstance(error.__cause__, NotAllStopped):
+                    raise
+                await self._calls.do("stop", what, lambda: self._stop_one_by_one(left()), limit)
+        except CallFailed:
+            if left():
                 raise
-            await self._calls.do("stop", what, lambda: self._stop_one_by_one(left()), limit)
+            self.settle("stop")  # an abandoned call has stopped them meanwhile
 
     def _stop_now(self, ids: Collection[str]) -> None:
         """Stop sessions by one blocking call. Without ids, call nothing.
