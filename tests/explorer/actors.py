@@ -263,7 +263,8 @@ async def connect_in_a_task(process: SimulatedProcess, kind: str) -> None:
     """Connect to the cluster in one of its own sessions, as a task does that never closes anything."""
     try:
         if kind == "client":
-            client = await Client(f"cml://{NAME}", asynchronous=True, set_as_default=False)
+            name = process.env.get("DASK_CLIENT_NAME")  # which Dask reads when it is imported
+            client = await Client(f"cml://{NAME}", name=name, asynchronous=True, set_as_default=False)
             process.on_end.append(lambda: setattr(client, "status", "closed"))
             return
         cluster = CMLCluster.from_name(NAME, **_QUIET)

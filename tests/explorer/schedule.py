@@ -107,9 +107,11 @@ class _Writer:
     """
 
     def __init__(self, chance: random.Random, more: Collection[str]) -> None:
-        self.chance, self.more = chance, more
+        # Of many kinds only some, so that they meet different others.
+        self.chance = chance
+        self.more = [name for name in more if len(more) <= 3 or chance.random() < 0.4]
         self.steps: dict[str, float] = dict(_STEPS)
-        for name in more:
+        for name in self.more:
             self.steps |= MORE[name]
         self.crashes: dict[str, Crash] = {}
         self.commands = 0
