@@ -360,7 +360,7 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
                 both.set()
     class Cluster:
         options = type("", (), {"name": "mine"})
-        def note_error(self, error):
+        def note_exit(self, error):
             assert error is None
         def end_now(self, timeout):
             together.wait(60)
