@@ -334,6 +334,22 @@ async def test_who_has_no_network_says_so_once_and_connects_again(it, elsewhere)
 
 
 @simulated
+async def test_a_notebook_that_was_frozen_for_minutes_goes_on_and_ends_its_cluster_at_the_end(it):
+    """As by the lid of a laptop."""
+    creator = await create_elsewhere(it, name="lab", n_workers=1)
+    [cluster] = creator.clusters
+    creator.pause(timing.silence + 30.0)
+    cluster._remote._watching.abort()  # nobody acknowledges what the scheduler sends
+    await eventually(lambda: cluster.board.keeper is not None and creator.runs)
+    await eventually(lambda: cluster.keeps, 30)
+    creator.call(cluster.scale, 2)
+    await eventually(lambda: arrived(cluster) == 2)
+    assert "not connected" not in log_of(cluster)
+    await creator.start(cluster.close())
+    assert not it.platform.running
+
+
+@simulated
 async def test_a_keeper_without_network_ends_its_cluster_all_the_same_if_it_is_closed(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
