@@ -14,7 +14,7 @@ from clusters import arrived, create_elsewhere, log_of, make, rebuild, simulate,
 from distributed import Client, Worker
 from distributed.core import Status
 from simulated import running
-from simulated.faults import Mishap
+from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
@@ -374,3 +374,14 @@ async def test_the_next_keeper_uses_the_session_that_runs_a_worker_of_two_in_the
         assert it.platform.running["mine-0"] == first
         assert has(cluster, 1)
         await cluster.close()
+
+
+@simulated
+async def test_a_launch_is_tried_again_although_the_platform_lists_no_sessions(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.fail("list_workers", *[HTTPError(503)] * 10_000)
+        it.platform.fail("launch_workers", *[HTTPError(503)] * 20)
+        cluster.scale(2)
+        await eventually(lambda: arrived(cluster) == 2, 1800)
+        it.platform.heal()

@@ -797,7 +797,9 @@ class Keeper:
             return
         self._heard_since = self._heard_since or time.monotonic()
         try:
-            await self._replace(await self._find_losses(self._heard_since))
+            # While the platform lists no sessions, no loss is known. Everything else goes on.
+            with contextlib.suppress(CallFailed):  # _log_outage says it once
+                await self._replace(await self._find_losses(self._heard_since))
             await self._find_strays()
             await self._cluster._correct_state()
             self._log_states()
