@@ -557,7 +557,7 @@ async def test_a_process_that_leaves_launches_no_other_scheduler(it):
 def test_a_change_that_the_end_of_the_event_loop_has_stopped_is_named_at_exit(platform, caplog):
     async def main():
         cluster = await make(name="night", n_workers=1, shutdown_on_close=False)
-        faults.inject("hangs", function="stop_workers")
+        faults.inject("hang", function="stop_workers")
         cluster.scale(0)
         await cluster.written()
         return cluster

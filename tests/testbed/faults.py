@@ -92,6 +92,7 @@ def inject(
     """
     assert kind in (*FATES, *HIDDEN, *ENDS, "slow", "unanswered")
     assert function in (None, *FUNCTIONS)
+    assert kind not in (*FATES, *HIDDEN) or function in (None, "launch_workers")
     fault = {
         "kind": kind,
         "function": function,
