@@ -240,14 +240,18 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
         return
     patience = max(client._timeout, RECONNECT_TIMEOUT)
     deadline = time.monotonic() + patience
-    while client.status == "connecting" and (time_left := deadline - time.monotonic()) > 0:
+    while client.status == "connecting":  # it may be closed meanwhile
+        time_left = deadline - time.monotonic()
+        if time_left <= 0:
+            client._timeout = (
+                patience  # Dask closes the client now, and names the time for which it has waited
+            )
+            raise OSError(f"no other scheduler at {address} within {patience:g} s")
         try:
             await _dask_ensure_connected(client, time_left)
             return
         except (OSError, asyncio.TimeoutError):
             await asyncio.sleep(_RETRY)
-    client._timeout = patience  # Dask closes the client now, and names the time for which it has waited
-    raise OSError(f"no other scheduler at {address} within {patience:g} s")
 
 
 _dask_ensure_connected: Any = Client._ensure_connected

@@ -353,6 +353,25 @@ async def test_a_client_whose_cluster_is_gone_closes_at_once(platform, caplog, h
     assert "Failed to reconnect" not in caplog.text
 
 
+async def test_a_client_that_is_closed_while_it_connects_again_closes_without_words(
+    platform, caplog, holds, monkeypatch
+):
+    async def connect(client, timeout):
+        tries.append(timeout)
+        raise OSError("no scheduler")
+
+    tries = []
+    write_record(Record("silent"))
+    async with scheduler() as running:
+        lead_to(running, "silent")
+        async with Client("cml://silent", asynchronous=True) as client:
+            monkeypatch.setattr(address, "_dask_ensure_connected", connect)
+            await running.close()
+            await holds(lambda: len(tries) > 1)
+    assert client.status == "closed"
+    assert "Failed to reconnect" not in caplog.text
+
+
 async def test_a_client_connects_again_after_the_record_could_not_be_read_for_a_while(
     platform, caplog, holds
 ):
