@@ -243,9 +243,7 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
     while client.status == "connecting":  # it may be closed meanwhile
         time_left = deadline - time.monotonic()
         if time_left <= 0:
-            client._timeout = (
-                patience  # Dask closes the client now, and names the time for which it has waited
-            )
+            client._timeout = patience  # Dask's message has it as the time of the wait
             raise OSError(f"no other scheduler at {address} within {patience:g} s")
         try:
             await _dask_ensure_connected(client, time_left)

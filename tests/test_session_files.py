@@ -213,6 +213,19 @@ def test_a_name_is_parsed_once(state, counted):
     assert counted["parsed"] == 3  # the files of the two sessions
 
 
+def test_the_ended_sessions_of_a_cluster_are_one_mapping_until_another_ends(state):
+    record = new_record("a")
+    claim(record, WANTED)
+    launch(record, "session-1", "session-2")
+    end(record, "session-1")
+    ended = read("a").ended
+    launch(record, "session-3")
+    assert read("a").ended is ended
+    end(record, "session-2")
+    assert [*read("a").ended] == ["session-1", "session-2"]
+    assert [*ended] == ["session-1"]
+
+
 def test_a_folder_that_does_not_change_is_listed_once(state, counted, clock):
     record = new_record("a")
     claim(record, WANTED)

@@ -83,6 +83,22 @@ def test_a_session_that_waited_counts_from_when_it_got_room():
     assert used(running(), *over, now=BEGIN) == {"default": SessionHours(2, 2)}
 
 
+def test_ended_sessions_are_summed_up_once_until_another_ends():
+    class Sessions(dict):
+        def values(self):
+            summed.append(len(self))
+            return super().values()
+
+    summed = []
+    over = [ended(f"mine-{i}", 1) for i in range(3)]
+    record = replace(running(session("mine-3")), ended=Sessions({launch.id: launch for launch in over[:2]}))
+    for now in (1, 2):
+        assert usage_of(record, BEGIN + now * HOUR) == {"default": SessionHours(3, 2 + now)}
+    record = replace(record, ended=Sessions({launch.id: launch for launch in over}))
+    assert usage_of(record, BEGIN) == {"default": SessionHours(4, 3)}
+    assert summed == [2, 3]
+
+
 def test_a_session_that_ends_between_two_looks_counts_once():
     over = ended("mine-0", 1)
     record = running(replace(over, ended=None))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypedDict
 
@@ -17,6 +17,10 @@ from dask_cml.sessions.entry import Launch
 from dask_cml.validation import validate
 from dask_cml.words import printable, table
 
+_UNKNOWN = SessionSize(0, 0)
+#: The ended sessions of clusters as they were summed last, and the sums, by the ids of their records.
+_sums: dict[str, tuple[Mapping[str, Launch], dict[str, SessionHours]]] = {}
+_MOST_SUMS = 100
 _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours", "lost")
 #: As seconds since 1970, the bound is in the year 6325.
 _BOUNDS = Meta(ge=0, lt=2**37)
@@ -110,12 +114,37 @@ def read_usage(content: Any) -> Usage:
     return usage
 
 
-def _hours_of(launch: Launch, now: float) -> SessionHours:
-    """Return the usage of one session. Its size may be unknown."""
-    hours = max(0.0, launch.seconds(now)) / 3600
-    size = launch.size or SessionSize(0, 0)
-    lost = {launch.cause: 1} if launch.cause else {}
-    return SessionHours(1, hours, hours * size.cpu, hours * size.memory, hours * size.nvidia_gpu, lost)
+def _sum(launches: Iterable[Launch], cluster: str, now: float) -> dict[str, SessionHours]:
+    """Return the usage of sessions by group. Their sizes may be unknown.
+
+    A cluster may have tens of thousands of sessions, and few sizes.
+    """
+    n: Counter[tuple[str, SessionSize]] = Counter()
+    hours: dict[tuple[str, SessionSize], float] = defaultdict(float)
+    lost: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for launch in launches:
+        group = SCHEDULER if launch.key == SCHEDULER else launch.worker_group(cluster)
+        kind = group, launch.size or _UNKNOWN
+        n[kind] += 1
+        hours[kind] += max(0.0, launch.seconds(now)) / 3600
+        if launch.cause:
+            lost[group][launch.cause] += 1
+    used: dict[str, SessionHours] = {}
+    for (group, size), time in hours.items():
+        part = SessionHours(n[group, size], time, time * size.cpu, time * size.memory, time * size.nvidia_gpu)
+        used[group] = used.get(group, SessionHours()) + part
+    return {group: replace(part, lost=dict(lost[group])) for group, part in used.items()}
+
+
+def _ended_usage(record: Record) -> dict[str, SessionHours]:
+    """Return the usage of a cluster's ended sessions by group. Sum only after a change of the mapping."""
+    ended, usage = _sums.get(record.id, (None, {}))
+    if ended is not record.ended:
+        usage = _sum(record.ended.values(), record.name, 0.0)
+        if len(_sums) >= _MOST_SUMS:
+            _sums.clear()
+        _sums[record.id] = record.ended, usage
+    return usage
 
 
 def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
@@ -137,11 +166,9 @@ def usage_of(record: Record, now: float) -> Usage:
     now : float
         The current time, in seconds since 1970.
     """
-    used: dict[str, SessionHours] = {}
-    for launch in {**record.launches, **record.ended}.values():
-        group = SCHEDULER
-        if launch.key != SCHEDULER:
-            group = launch.worker_group(record.name)
-        used[group] = used.get(group, SessionHours()) + _hours_of(launch, now)
+    live = [launch for session, launch in record.launches.items() if session not in record.ended]
+    used = {**_ended_usage(record)}
+    for group, hours in _sum(live, record.name, now).items():
+        used[group] = used.get(group, SessionHours()) + hours
     order = sorted(used, key=lambda group: (group != SCHEDULER, group != DEFAULT_GROUP, group))
     return Usage({group: used[group] for group in order})

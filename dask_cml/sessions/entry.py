@@ -280,9 +280,10 @@ def _with_new(known: _Listing, new: Set[str], folder: Path, cluster: str) -> _Li
     read = (_read_session(by_session[session], folder, cluster) for session in {*map(_session_of, new)})
     changed = sorted((launch for launch in read if launch is not None), key=_order)
     live = {**known.entries.live, **{launch.id: launch for launch in changed}}
+    ended = {launch.id: launch for launch in changed if launch.ended is not None}
     entries = Entries(
         {launch.id: launch for launch in sorted(live.values(), key=_order) if launch.ended is None},
-        {**known.entries.ended, **{launch.id: launch for launch in changed if launch.ended is not None}},
+        {**known.entries.ended, **ended} if ended else known.entries.ended,
     )
     return replace(known, names=known.names | new, by_session=by_session, entries=entries)
 
