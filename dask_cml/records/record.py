@@ -26,7 +26,7 @@ from dask_cml.sessions.tls import ask
 from dask_cml.validation import validate
 from dask_cml.words import format_duration
 
-VERSION = 3
+VERSION = 4
 #: The scheme of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
 SCHEME = "cml"
 
