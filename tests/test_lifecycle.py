@@ -17,10 +17,22 @@ from unittest import mock
 import dask
 import psutil
 import pytest
-from clusters import arrived, create_and_kill, lines_of, live, make, rebuild, sign_of, simulate, target
+from clusters import (
+    arrived,
+    create_and_kill,
+    create_elsewhere,
+    lines_of,
+    live,
+    make,
+    rebuild,
+    sign_of,
+    simulate,
+    target,
+)
 from distributed import Client
 from distributed.core import Status
 from simulated.faults import HTTPError, Mishap
+from simulated.process import SimulatedProcess
 from simulated.testing import eventually, simulated
 from testbed import faults
 
@@ -503,6 +515,29 @@ async def test_a_process_that_only_showed_a_cluster_carries_out_its_change_befor
         assert not cluster.keeps
         cluster.scale(0)
     assert launched(it) == {"night-scheduler"}
+    await close_night()
+
+
+@pytest.mark.parametrize("end", [SimulatedProcess.kill, SimulatedProcess.freeze])
+@simulated
+async def test_a_process_that_leaves_waits_until_the_keeper_has_taken_its_change_or_lost_the_lease(it, end):
+    creator = await create_elsewhere(it, name="night", n_workers=1, shutdown_on_close=False)
+    async with rebuild("night") as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        end(creator)
+        cluster.scale(0)
+    assert launched(it) == {"night-scheduler"}
+    await close_night()
+
+
+@simulated
+async def test_a_process_that_leaves_waits_for_no_step_of_a_keeper_that_has_taken_its_change(it):
+    async with own(0) as keeper:
+        with it.platform.held("launch_workers"), it.platform.held("list_workers"):
+            async with rebuild("night") as cluster:
+                cluster.scale(1)
+            assert target(keeper) == 1
+            assert launched(it) == {"night-scheduler"}
     await close_night()
 
 

@@ -103,6 +103,13 @@ class Follower:
         }
 
     @property
+    def untaken(self) -> list[str]:
+        """The groups whose last change was asked for here, and that no keeper has taken yet."""
+        groups, requests = self._remote.board.groups, self._report.requests
+        own = [name for name, group in groups.items() if group.writer == self._remote.id]
+        return [name for name in own if requests.get(name, 0) < groups[name].request]
+
+    @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
         return self._report.problem

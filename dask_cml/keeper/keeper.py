@@ -474,6 +474,8 @@ class Keeper:
             self.close_workers(closing)
         if changed or closing or board.leaving:
             self.woken.set()
+        if changed or closing:  # a process that leaves waits until its change is taken
+            await self.publish()
 
     def _has_own(self, name: str, group: BoardGroup) -> bool:
         """Whether the last change of a group was made here, or one made here is on its way to the board."""

@@ -1017,8 +1017,18 @@ class KeptCluster(SpecCluster):
 
     @property
     def _leaves_a_change(self) -> bool:
-        """Whether nobody keeps the cluster, which this process has changed. So it is about to keep it."""
-        return self._remote.has_written and self._remote.connected and self._remote.board.keeper is None
+        """Whether this process has changed the cluster, and nobody keeps it or has taken the change.
+
+        A keeper that does not take it has ended, perhaps, and loses the lease. Then this process keeps it.
+        """
+        board = self._remote.board
+        is_taken = board.keeper is not None and not board.closing and not self._untaken_groups
+        return self._remote.has_written and self._remote.connected and not is_taken
+
+    @property
+    def _untaken_groups(self) -> list[str]:
+        """The groups whose last change was asked for here, and that no other process has taken yet."""
+        return self._role.untaken if isinstance(self._role, Follower) else []
 
     @property
     def not_done(self) -> str | None:
@@ -1031,7 +1041,7 @@ class KeptCluster(SpecCluster):
         if self.keeper is not None and self.keeper.to_launch:
             parts.append(f"{', '.join(self.keeper.to_launch)} not launched")
         if self.keeper is None and self._leaves_a_change:
-            parts.append("no process keeps the cluster")
+            parts.append("no process that keeps the cluster has taken it")
         if not parts:
             return None
         commands = [
@@ -1047,7 +1057,7 @@ class KeptCluster(SpecCluster):
         """The groups of which sessions are still to be launched or stopped, at least one."""
         keeper = self.keeper
         names = [] if keeper is None else keeper.to_stop + keeper.to_launch
-        groups = {self.groups.group_of(name) for name in names}
+        groups = {self.groups.group_of(name) for name in names}.union(self._untaken_groups)
         return sorted(group for group in groups if group in self.groups) or [DEFAULT_GROUP]
 
     def _scale_command(self, group: str) -> list[str]:
