@@ -12,6 +12,7 @@ from clusters import arrived, create_and_kill, log_of, make, simulate, target, w
 from clusters import sessions as recorded
 from distributed import Client
 from distributed.core import Status
+from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import LaunchRefused, output
@@ -232,12 +233,24 @@ async def test_more_sessions_than_a_user_may_have_are_not_launched_until_others_
         async with simulate(name="mine", n_workers=1) as mine:
             await eventually(lambda: arrived(mine) == 1)
             mine.scale(3)
-            await eventually(lambda: target(mine) == 1)
+            await eventually(lambda: mine.shortages)
             assert "launched 1 of 3 workers: user " in log_of(mine)
             assert "has 4 sessions, and cml.limits.user-sessions is 4" in repr(mine)
             store.remove(store.read("other"))
             mine.scale(3)
             await eventually(lambda: arrived(mine) == 3)
+
+
+@simulated
+async def test_a_launch_that_is_not_answered_yet_counts_once_for_its_user(it):
+    with limited(user_sessions=10):
+        async with simulate(name="mine") as mine:
+            it.platform.plan("launch_workers", Mishap(after=25.0))
+            mine.scale(5)
+            await eventually(lambda: arrived(mine) == 4)
+            mine.scale(7)
+            await eventually(lambda: arrived(mine) == 7)
+            assert not mine.shortages
 
 
 # -- hours

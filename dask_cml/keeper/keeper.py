@@ -697,7 +697,8 @@ class Keeper:
         began = time.monotonic()
         groups = {name: self._groups.group_of(name) for name in names}
         backoffs = {group: self.backoff(group) for group in {*groups.values()}}
-        used = len(self.processes) + len(self._launches) - len(names)
+        under_way = self._launches.keys() - self._cluster.workers.keys() - {*names}
+        used = len(self.processes) + len(under_way)
         left, why = await asyncio.to_thread(left_for_user, self._record, used)
         errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[left:]}
         errors |= await self._launch_some(names[:left], groups, may_launch)
