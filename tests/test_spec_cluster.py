@@ -22,6 +22,7 @@ import linecache
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import distributed
 import pytest
@@ -33,6 +34,7 @@ from simulated.testing import eventually, simulated
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError
+from dask_cml.keeper import follower
 from dask_cml.keeper.kept_cluster import KeptCluster
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
@@ -257,6 +259,53 @@ async def test_a_remote_adds_a_worker_with_options_of_its_own(it):
         await eventually(lambda: sizes(keeper) == sizes(remote) == [2, 16])
         assert {*keeper.workers} == {*remote.worker_spec} == {"mine-0", "mine-1"}
         assert target(keeper) == target(remote) == 2
+
+
+@simulated
+async def test_a_remote_forgets_no_worker_that_it_adds_while_the_board_changes(it, monkeypatch):
+    async def to_thread_slowly(function, *arguments):
+        await changed.wait()
+        return await to_thread(function, *arguments)
+
+    to_thread, changed = asyncio.to_thread, asyncio.Event()
+    async with simulate(name="mine") as keeper, rebuild("mine") as remote:
+        add(remote, "large", memory=8)
+        monkeypatch.setattr(follower, "asyncio", SimpleNamespace(to_thread=to_thread_slowly))
+        step = remote._correct_state()
+        keeper.scale(1)
+        await eventually(lambda: "mine-0" in str(remote.sessions))
+        changed.set()
+        await step
+        await eventually(lambda: sizes(keeper) == sizes(remote) == [2, 8])
+
+
+@simulated
+async def test_a_remote_replaces_a_worker_by_hand(it):
+    async with simulate(name="mine", n_workers=2) as keeper, rebuild("mine") as remote:
+        await eventually(lambda: sizes(remote) == [2, 2])
+        del remote.worker_spec["mine-0"]
+        remote.worker_spec.update(remote.new_worker_spec())
+        await remote._correct_state()
+        await eventually(lambda: "mine-0" not in keeper.worker_spec and sizes(keeper) == [2, 2])
+        assert target(keeper) == 2
+
+
+@simulated
+async def test_a_keeper_writes_options_of_workers_on_the_board_once(it, caplog):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        add(cluster, "short", worker_args=["--lifetime", "2h"])
+        await cluster
+        await eventually(lambda: arrived(cluster) == 2)
+        await asyncio.sleep(30)
+        written = cluster.board.groups["default"], cluster.board.revision
+        await asyncio.sleep(30)
+        assert (cluster.board.groups["default"], cluster.board.revision) == written
+        it.platform.evict(it.platform.running["mine-scheduler"])  # the next one begins with a file
+        await eventually(lambda: cluster.place.number == 1 and arrived(cluster) == 2)
+        add(cluster, "large", memory=8)
+        await cluster
+        await eventually(lambda: "large" in cluster.board.groups["default"].own)
+        assert "not changed" not in caplog.text
 
 
 @simulated

@@ -133,6 +133,7 @@ class Follower:
             if not is_own and self._groups.adapts(name):
                 self._groups.adapt(name, None)
         self._report = Report.read(board.report) if board.report else Report()
+        self._groups.given(self._report.wanted)
         with self._groups.changing():
             if not self._groups.is_changed_by_hand:  # else the next step writes it on the board first
                 self._cluster.worker_spec.clear()
@@ -160,24 +161,37 @@ class Follower:
         CMLError
             If the scheduler does not answer. Then the change is lost. Also if the board cannot carry what
             was added.
+        OSError
+            If the record cannot be read. Then the next step writes the change.
         """
+        if not self._groups.is_changed_by_hand:
+            return
+        assert self._cluster.record is not None
+        # Before the changes are taken: a board that comes meanwhile would replace them.
+        given = await asyncio.to_thread(store.given_names, self._cluster.record)
         differences: dict[str, Mapping[str, Any] | None] = {}
+        changes: dict[str, Any] = {}
         with self._groups.changing():
+            self._groups.given(given)
             closed, new = self._groups.take_changes_by_hand()
             for group in {self._groups.group_of(name) for name in new}:
                 names = [name for name in self._groups.workers(group) if name in new]
                 differences |= self._groups.differences(group, names)
             refused = sorted(name for name, options in differences.items() if options is None)
-            changed = {self._groups.group_of(name) for name in differences.keys() - {*refused}}
             self._groups.drop(refused)
-        own = {name: options for name, options in differences.items() if options}
-        if own:
-            await self._rename_given(own)
-        changes: dict[str, Any] = {}
-        if closed:
-            changes["closing"] = sorted(closed)
-        if changed:
-            changes["groups"] = {group: self._change(group, own) for group in changed}
+            groups: dict[str, dict[str, Any]] = {}
+            for name, options in differences.items():
+                if options is not None:
+                    group = self._groups.group_of(name)
+                    # Not the number in the spec, which does not show what others have asked for meanwhile.
+                    change = groups.setdefault(group, {"target": self.target(group), "own": {}})
+                    change["target"] += 1
+                    if options:
+                        change["own"][self._groups.rename_given(name)] = options
+            if closed:
+                changes["closing"] = sorted(closed)
+            if groups:
+                changes["groups"] = groups
         if changes:
             await self._outbox.write(**changes)
         if refused:
@@ -186,16 +200,3 @@ class Follower:
                 "keeps it and makes its workers. From here it gets options, but no classes and none of their "
                 "other arguments"
             )
-
-    def _change(self, group: str, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the change of a group to which workers were added."""
-        workers = self._groups.workers(group)
-        added = {name: options for name, options in own.items() if name in workers}
-        return {"target": len(workers), **({"own": added} if added else {})}
-
-    async def _rename_given(self, own: dict[str, Mapping[str, Any]]) -> None:
-        """Give new workers other names if sessions have had their names."""
-        assert self._cluster.record is not None
-        self._groups.given(await asyncio.to_thread(store.given_names, self._cluster.record))
-        for name in [*own]:
-            own[self._groups.rename_given(name)] = own.pop(name)

@@ -38,7 +38,7 @@ from dask_cml.records.operations import left_for_user
 from dask_cml.records.record import Record
 from dask_cml.remote import BoardState, Remote
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler.board import BoardGroup
+from dask_cml.scheduler.board import BoardGroup, are_equal
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import CallFailed, SessionInfo, has_ended
@@ -1062,8 +1062,8 @@ class Keeper:
                 request = self.requests.get(group)
                 if group in self._own_changes or group not in board.groups or request is None:
                     continue
-                target, own = self._groups.target(group), self._groups.own(group)
-                if (target, own) != (board.groups[group].target, board.groups[group].own):
+                target, own, known = self._groups.target(group), self._groups.own(group), board.groups[group]
+                if target != known.target or not are_equal(own, known.own):
                     changes[group] = {"target": target, "own": own, "request": request}
             closed = [name for name in board.closing if name in self._closed]
             report = Report.of(

@@ -7,6 +7,7 @@ call wins.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -58,6 +59,11 @@ _MOST_WRITERS = 1000
 
 #: Changes of groups by their names. None: delete the group.
 GroupChanges = Mapping[Group, GroupChange | None]
+
+
+def are_equal(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether options are equal. Messages make tuples of lists, and the scheduler's file lists."""
+    return json.dumps(own, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 @dataclass
@@ -214,7 +220,7 @@ class Board:
         if change is not None and change.own is not UNSET and change.request is UNSET and not is_new:
             known_workers = self.groups[name].own
             for worker, options in change.own.items():
-                if known_workers.get(worker, options) != options:
+                if not are_equal(known_workers.get(worker, options), options):
                     raise ValueError(
                         f"invalid worker name {worker!r}: expected a name that no worker of the cluster has"
                     )
