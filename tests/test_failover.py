@@ -442,6 +442,20 @@ async def test_a_former_keeper_without_network_does_not_replace_the_next_schedul
         assert other.keeps
 
 
+@simulated
+async def test_a_record_that_cannot_be_written_is_told_once_and_written_later(it, caplog):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        folder = state_directory() / "lab"
+        folder.chmod(0o770)
+        cluster.scale(2)
+        await eventually(lambda: "Record of cluster lab not written" in caplog.text)
+        await asyncio.sleep(60.0)
+        assert caplog.text.count("Record of cluster lab not written") == 1
+        folder.chmod(0o700)
+        await eventually(lambda: len(store.read("lab").sessions) == 3)
+
+
 @pytest.mark.parametrize("unreadable", ["writable by the group", "stale"])
 @simulated
 async def test_a_cluster_whose_record_cannot_be_read_while_its_scheduler_is_busy_goes_on(it, unreadable):

@@ -54,6 +54,8 @@ class Journal:
         self._unused: set[str] = set()
         #: Why and when sessions ended by themselves, by their ids.
         self._ends: dict[str, tuple[int | None, str]] = {}
+        #: Why the last write failed. The next one tries again, and only another reason is logged.
+        self._failure: str | None = None
         self._lock = asyncio.Lock()
 
     async def enter(self, process: CMLProcess) -> None:
@@ -62,7 +64,7 @@ class Journal:
         await self._locked(self._enter)
 
     async def write(self, processes: Iterable[CMLProcess]) -> None:
-        """Write what has changed. Log errors; the next call tries again.
+        """Write what has changed. Log an error once; the next call tries again.
 
         Parameters
         ----------
@@ -75,14 +77,16 @@ class Journal:
         try:
             async with self._lock:
                 await write(*arguments)
-            self.gone = False
+            self.gone, self._failure = False, None
         except NoSuchCluster:
             self.gone = True
             logger.info(
                 "Record of cluster %s removed: another process deletes the cluster", self._record.name
             )
         except (OSError, CMLError) as error:
-            logger.warning("Record of cluster %s not written: %s", self._record.name, error)
+            before, self._failure = self._failure, str(error)
+            if self._failure != before:
+                logger.warning("Record of cluster %s not written: %s", self._record.name, error)
 
     async def _enter(self) -> None:
         entering, self._entering = self._entering, []
