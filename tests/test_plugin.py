@@ -338,6 +338,8 @@ async def test_the_report_of_the_keeper_reaches_all_others_and_that_of_a_former_
     assert (board["report"], board["closing"]) == ({"problem": "new"}, ("mine-0",))
     # It knows its own.
     assert (await comm.cml_watch(**{**WATCH, "watcher": "keeper"}))["report"] == {}
+    # Processes that only read the file, such as `dask cml info`, see it too.
+    assert scheduler.plugins["dask-cml"]._state()["workers"]["problem"] == "new"
 
 
 async def test_what_the_keeper_changes_by_itself_undoes_no_later_request_of_a_user(comm):

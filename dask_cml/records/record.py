@@ -144,7 +144,7 @@ class Present:
     memory : int
         Sum of their memory limits, in bytes.
     problem : str or None
-        What is wrong with the Dask workers, as a clause.
+        What the keeper reports, or else what is wrong with the Dask workers, as a clause.
     idle_since : float or None
         Since when no task has waited or run, in seconds since 1970. None: some do.
     """

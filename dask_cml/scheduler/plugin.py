@@ -189,7 +189,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "groups": dict(groups),
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
-            "problem": self._problem,
+            "problem": self._board.report.get("problem") or self._problem,
             "idle_since": self._idle_since,
         }
 
