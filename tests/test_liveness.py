@@ -271,6 +271,13 @@ async def test_an_unreachable_scheduler_is_dead_at_once_if_it_has_closed(cluster
     assert await state_of(cluster(unreachable, silence=1, closed="orphaned"), None) is State.DEAD
 
 
+async def test_a_scheduler_that_said_why_it_closed_is_believed_before_the_end_of_its_session(
+    cluster, unreachable
+):
+    finding = await found(cluster(unreachable, closed="orphaned"), "succeeded")
+    assert (finding.state, finding.why) == (State.DEAD, "its scheduler has closed: orphaned")
+
+
 async def test_a_cluster_whose_next_scheduler_lost_its_launcher_is_dead_only_after_two_minutes(cluster):
     """Another process may launch it instead."""
     ended = dataclasses.replace(Maker.this_process(), started=1.0)

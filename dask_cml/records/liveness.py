@@ -166,11 +166,11 @@ def _why_dead(record: Record, listing: Mapping[str, SessionInfo]) -> str | None:
     scheduler = record.scheduler
     if scheduler.address is None:
         return "its creator ended before its scheduler answered" if is_abandoned(record) else None
+    if scheduler.closed is not None:
+        return f"its scheduler has closed: {scheduler.closed}"
     listed = listing.get(scheduler.session or "")
     if listed is not None and has_ended(listed):
         return f"its scheduler's session {scheduler.session} has ended"
-    if scheduler.closed is not None:
-        return f"its scheduler has closed: {scheduler.closed}"
     if listed is not None:  # which outweighs any silence
         return None
     with contextlib.suppress(OSError):
