@@ -414,8 +414,10 @@ def test_logs_of_a_cluster_whose_scheduler_is_gone(write_log):
     assert run("logs", "left", "Scheduler") == scheduler
     assert run("logs", "left", "left-2") == "No logs of left yet\n"
     assert run("logs", "left", "left-0", "left-1", code=1) == (
-        "Error: invalid worker 'left-1': expected one of Scheduler, left-0, left-2\n"
+        "Error: invalid worker 'left-1': expected one of Cluster, Scheduler, left-0, left-2\n"
     )
+    # It has printed no line yet, and the documentation asks for both logs.
+    assert run("logs", "left", "Cluster", "Scheduler") == scheduler
 
 
 @pytest.mark.slow

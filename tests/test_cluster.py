@@ -234,7 +234,7 @@ def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster,
     assert "Start worker at" in logs[first]
     assert [*cluster.get_logs(cluster=False, scheduler=False, workers=first)] == [first]
     assert cluster.get_logs(cluster=False, scheduler=False, workers=False) == {}
-    expected = f"invalid worker 'x': expected one of Scheduler, Cluster, {first}, {second}"
+    expected = f"invalid worker 'x': expected one of Cluster, Scheduler, {first}, {second}"
     with pytest.raises(ValueError, match=expected):
         cluster.get_logs(workers=["x"])
     with pytest.raises(TypeError, match=rf"invalid cluster='{first}': .* pass workers=\['{first}'\]"):

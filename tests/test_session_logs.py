@@ -55,7 +55,7 @@ def test_logs_of_workers_of_any_name_are_listed_and_chosen(tmp_path, write):
     ]
     assert logs.read(False, ["a-w10", "large-1"]) == {"a-w10": ["of a-w10"], "large": ["of large"]}
     with pytest.raises(
-        ValueError, match="invalid worker 'a-w1': expected one of Scheduler, Worker 1, a-w0, "
+        ValueError, match="invalid worker 'a-w1': expected one of Cluster, Scheduler, Worker 1, a-w0, "
     ):
         logs.choose(["a-w1"])
 
@@ -70,12 +70,12 @@ def test_clusters_and_groups_of_like_names_share_no_log(tmp_path):
 def test_workers_are_chosen_by_the_names_of_sessions_and_of_dask_workers(tmp_path, write):
     write("mine-0", "")
     logs = SessionLogs("mine", tmp_path)
-    workers = ["scheduler", "mine-1", "mine-0-1", "mine-0", "Scheduler"]
-    assert logs.choose(workers, ["mine-1"]) == ["Scheduler", "mine-1", "mine-0"]
+    workers = ["scheduler", "mine-1", "mine-0-1", "mine-0", "Scheduler", "cluster"]
+    assert logs.choose(workers, ["mine-1"]) == ["Scheduler", "mine-1", "mine-0", "Cluster"]
     assert logs.choose([]) == []
-    for unknown in "mine-2", "mine-2-0", "mine-gpu-0", "other-0", "cluster":
+    for unknown in "mine-2", "mine-2-0", "mine-gpu-0", "other-0", "cluster-0-0":
         with pytest.raises(
-            ValueError, match=rf"invalid worker '{unknown}': expected one of Scheduler, mine-0$"
+            ValueError, match=rf"invalid worker '{unknown}': expected one of Cluster, Scheduler, mine-0$"
         ):
             logs.choose([unknown])
 

@@ -152,7 +152,7 @@ class SessionLogs:
         ValueError
             If a worker does not exist. The message lists the existing ones.
         """
-        known = dict.fromkeys([SCHEDULER, *self.paths(), *launched])
+        known = dict.fromkeys([CLUSTER, SCHEDULER, *self.paths(), *launched])
         chosen: dict[str, None] = {}
         for worker in workers:
             process = _PROCESS.search(worker)
