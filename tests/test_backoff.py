@@ -200,3 +200,13 @@ async def test_the_problems_of_a_deleted_group_are_forgotten(it):
         it.platform.configure()
         await cluster.add_worker_group("gpu", n_workers=2)
         await eventually(lambda: arrived(cluster) == 2)
+
+
+def test_a_refusal_is_no_problem_while_adaptive_scaling_wants_no_more_than_was_launched(backoff):
+    backoff.refused(3, 5, "quota")
+    assert backoff.affordable(9, 3, []) == 3
+    assert backoff.words == "3 of 5 workers launched: quota"
+    assert backoff.affordable(2, 3, []) == 2
+    assert backoff.words is None
+    assert backoff.affordable(9, 2, []) == 3
+    assert backoff.words == "3 of 5 workers launched: quota"

@@ -55,14 +55,20 @@ class Backoff:
         #: How many sessions the platform launched when it refused one last, and when.
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
-        #: Why the platform has launched only some of the requested sessions.
-        self.shortage: str | None = None
+        self._shortage: str | None = None
+        #: Whether more sessions are wanted than the platform launched when it refused one last.
+        self._is_short = False
         self._logged_limit = False
 
     @property
     def words(self) -> str | None:
         """The problem: failures until a worker connects, or a refusal until more sessions are launched."""
         return self._failure or self.shortage
+
+    @property
+    def shortage(self) -> str | None:
+        """Why the platform has launched only some of the wanted sessions. None: it has launched all."""
+        return self._shortage if self._is_short else None
 
     @property
     def gave_up(self) -> bool:
@@ -136,7 +142,8 @@ class Backoff:
         """Record that the platform launched only `granted` of the requested sessions."""
         is_known = self._ceiling is not None and self._ceiling[0] == granted
         self._ceiling = (granted, time.monotonic())
-        self.shortage = f"{granted} of {requested} workers launched: {reason}"
+        self._is_short = True
+        self._shortage = f"{granted} of {requested} workers launched: {reason}"
         if not self.gave_up:  # the last word counts
             self._failure = None
         if not is_known:
@@ -145,7 +152,7 @@ class Backoff:
     def granted(self, n: int) -> None:
         """Record that the platform has launched `n` sessions in total."""
         if self._ceiling is None or n > self._ceiling[0]:
-            self.shortage = self._ceiling = None
+            self._shortage = self._ceiling = None
 
     def limited(self, n: int, fit: int, limit: str) -> None:
         """Record that only `fit` of `n` sessions fit into a limit of the site."""
@@ -180,6 +187,7 @@ class Backoff:
         """
         if any(waited > self._quota_pause for waited in waits):
             n = min(n, wanted)
+        self._is_short = self._ceiling is not None and n > self._ceiling[0]
         return int(min(n, self.ceiling))
 
 
