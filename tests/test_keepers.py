@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import dask
 import pytest
@@ -680,6 +681,44 @@ async def test_a_keeper_whose_record_was_removed_stops_its_sessions_when_it_leav
     await cluster.leave()
     assert not it.platform.running
     assert it.clusters == []
+
+
+@simulated
+async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_when_it_leaves(it, monkeypatch):
+    def not_found(folder):
+        raise FileNotFoundError(folder)
+
+    cluster = await shared(shutdown_on_close=False)
+    with monkeypatch.context() as changed:
+        changed.setattr(store, "check_folder", not_found)
+        cluster.scale(1)
+        await eventually(lambda: arrived(cluster) == 1)
+        await cluster.leave()
+    assert {*it.platform.running} == {"shared-scheduler", "shared-0"}
+    await (await rebuild("shared")).close()
+
+
+@simulated
+async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it, monkeypatch):
+    async def lose_the_lease_once():
+        await find_sessions()
+        if not stops:
+            cluster._remote.board = replace(cluster.board, keeper="another")
+
+    async def note_stop(ids):
+        stops.append(cluster.keeps)
+        await stop(ids)
+
+    stops = []
+    async with shared(n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        keeper = cluster.keeper
+        find_sessions, stop = keeper._find_sessions, keeper._stop
+        monkeypatch.setattr(keeper, "_find_sessions", lose_the_lease_once)
+        monkeypatch.setattr(keeper, "_stop", note_stop)
+        cluster.scale(0)
+        await eventually(lambda: {*it.platform.running} == {"shared-scheduler"})
+        assert all(stops)
 
 
 # -- sessions and workers that the keeper has not launched

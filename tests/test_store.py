@@ -34,7 +34,7 @@ from dask_cml.layout import (
 )
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
-from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.record import VERSION, Record, SchedulerState
 from dask_cml.records.store import has_ended, read, records, remove
 from dask_cml.sessions.entry import Launch
 
@@ -354,7 +354,7 @@ def damages():
     yield "nested", b"[" * 100_000, "recursion"
     yield "list", b"[1]", "Expected `object`, got `array`"
     yield "other", b'{"address": "tcp://x"}', "not the record"
-    yield "newer", {**good, "version": 4}, "in format 4: upgrade"
+    yield "newer", {**good, "version": VERSION + 1}, f"in format {VERSION + 1}: upgrade"
     yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
     yield "number", json.dumps({**good, "options": {"cpu": float("nan")}}).encode(), "it contains NaN"

@@ -189,11 +189,14 @@ def _has(folder: Path, record: Record) -> bool:
     try:
         check_folder(folder)
         check_folder(folder.parent)  # without the folder, there is nothing to protect
-        os.listdir(folder)
+        if RECORD_FILE not in os.listdir(folder):
+            return False
         return Record.from_json(read_file(folder / RECORD_FILE)).id == record.id
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
         return False
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and is_gone(folder):
+            return False
         raise RecordUnreadable(folder, error) from None
 
 
