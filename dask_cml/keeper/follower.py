@@ -126,12 +126,13 @@ class Follower:
         ValueError
             If the keeper's report is invalid.
         """
-        self._groups.take(board.groups)
-        for name, board_group in board.groups.items():
-            # An Adaptive of another class scales here, until a user of another process does.
-            is_own = board_group.writer == self._remote.id or self._outbox.changes
-            if not is_own and self._groups.adapts(name):
-                self._groups.adapt(name, None)
+        with self._groups.changing():
+            self._groups.take(board.groups)
+            for name, board_group in board.groups.items():
+                # An Adaptive of another class scales here, until a user of another process does.
+                is_own = board_group.writer == self._remote.id or self._outbox.changes
+                if not is_own and self._groups.adapts(name):
+                    self._groups.adapt(name, None)
         self._report = Report.read(board.report) if board.report else Report()
         self._groups.given(self._report.wanted)
         with self._groups.changing():

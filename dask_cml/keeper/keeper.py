@@ -265,7 +265,7 @@ class Keeper:
     def gave_up(self) -> dict[str, str]:
         """Why no more workers of some groups are launched, until a user scales them."""
         reasons = {}
-        for group, backoff in self._backoffs.items():
+        for group, backoff in [*self._backoffs.items()]:  # a user's thread may scale a group
             if backoff.gave_up and group in self._groups:
                 reasons[group] = backoff.words or ""
         return reasons
@@ -618,6 +618,8 @@ class Keeper:
         done = [worker for worker in unwanted if worker.retired or worker.name not in held]
         done_ids = {str(worker.session_id) for worker in done}
         await self._find_sessions()
+        if not self._remote.keeps:  # another process may use these workers by now
+            return
         to_stop = self._unused().keys() | (done_ids & {*self._api.live})
         if not to_stop:
             self._api.settle("stop")
