@@ -29,7 +29,7 @@ from clusters import (
     simulate,
     target,
 )
-from distributed import Client
+from distributed import Client, get_worker
 from distributed.core import Status
 from simulated.faults import HTTPError, Mishap
 from simulated.process import SimulatedProcess
@@ -757,6 +757,18 @@ async def test_a_client_in_a_session_of_the_cluster_does_not_keep_it(it, own):
             assert await opened[0].submit(sum, [1, 2]) == 3
             await opened[0].close()
             await eventually(lambda: "made-0" not in it.platform.running)
+
+
+@pytest.mark.slow
+async def test_a_task_that_opens_a_client_with_another_name_does_not_keep_its_cluster(namespaces, holds):
+    def open_client():
+        get_worker().opened = Client("cml://made", name="own", set_as_default=False)
+        return get_worker().opened.id
+
+    await asyncio.to_thread(make_and_kill, orphan_timeout="20s")
+    async with Client("cml://made", asynchronous=True) as client:
+        assert (await client.submit(open_client)).startswith("Client-own-")
+    await holds(lambda: not [s for s in namespaces.sessions() if s["status"] == "running"])
 
 
 @simulated

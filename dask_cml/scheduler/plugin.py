@@ -39,7 +39,7 @@ from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Watcher, checked
 from dask_cml.scheduler.state_file import SignOfLife, StateFile, unless_stale
-from dask_cml.scheduler.watchers import Watchers
+from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
 from dask_cml.timing import timing
 from dask_cml.validation import validate
 
@@ -458,7 +458,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _check_watchers(self) -> None:
         now = time.monotonic()
-        self._watchers.update(now)
+        self._watchers.update(now, clients_in_sessions(self._scheduler))
         keeper = self._board.keeper
         if keeper is not None and not self._watchers.has(keeper) and now > self._keeper_until:
             self._keep(None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
-from distributed.scheduler import ClientState
+from distributed.scheduler import ClientState, Scheduler
 
 from dask_cml.timing import timing
 
@@ -79,20 +80,22 @@ class Watchers:
         """Return whether the watcher with this id is here."""
         return watcher in self._watchers and self._watchers[watcher].is_here(time.monotonic())
 
-    def update(self, now: float) -> None:
+    def update(self, now: float, in_sessions: Collection[str] = ()) -> None:
         """Forget the watchers that have left. Note since when the cluster is an orphan.
 
         Parameters
         ----------
         now : float
             The monotonic time.
+        in_sessions : collection of str
+            The names of more clients in the cluster's own sessions.
         """
         is_late = now - self._updated > _LATE
         self._updated = now
         before = {} if is_late else self._clients
         self._clients = {}
         for name, client in self._scheduler_clients.items():
-            if not name.startswith(_NO_USERS) and self._inside not in name:
+            if not name.startswith(_NO_USERS) and self._inside not in name and name not in in_sessions:
                 # Not the age of last_seen, which would be wrong after the clock is set.
                 message = name, client.last_seen
                 self._clients[message] = before.get(message, now)
@@ -115,3 +118,18 @@ class Watchers:
         if self.timeout is None or self._alone_since is None:
             return False
         return now - self._alone_since >= self.timeout
+
+
+def clients_in_sessions(scheduler: Scheduler) -> set[str]:
+    """Return the names of the clients in the cluster's worker sessions, by the hosts of Dask workers.
+
+    On a laptop, all programs share the scheduler's host, so this finds none.
+    """
+    own_host = get_address_host(scheduler.address)
+    found = set()
+    for name, client in scheduler.client_comms.items():
+        host = own_host if client.comm is None else get_address_host(client.comm.peer_address)
+        workers = scheduler.host_info.get(host, {}).get("addresses", ())
+        if host != own_host and any("cml" in scheduler.workers[worker].extra for worker in workers):
+            found.add(name)
+    return found
