@@ -443,6 +443,24 @@ async def test_a_former_keeper_without_network_does_not_replace_the_next_schedul
 
 
 @simulated
+async def test_a_scheduler_that_is_busy_for_a_moment_is_no_problem_of_its_keeper(it, caplog):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        asked = []
+
+        async def busy(op, *_, **__):
+            asked.append(op)
+            raise asyncio.TimeoutError("no answer within 10 s")
+
+        cluster._remote.ask = busy
+        cluster.keeper.woken.set()
+        await eventually(lambda: len(set(asked)) > 1)
+        del cluster._remote.ask
+        await eventually(lambda: cluster.is_connected)
+    assert "Cannot manage" not in caplog.text, asked
+
+
+@simulated
 async def test_a_record_that_cannot_be_written_is_told_once_and_written_later(it, caplog):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)

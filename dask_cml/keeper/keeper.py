@@ -812,6 +812,8 @@ class Keeper:
             await self.publish()
         except CallFailed:
             pass  # _log_outage does it once
+        except asyncio.TimeoutError as error:  # it may be busy for a moment: if that lasts, Failover says so
+            logger.info("Scheduler of cluster %s not asked: %s", self._name, error)
         except (*NO_ANSWER, CMLError, ValueError) as error:
             logger.warning("Cannot manage cluster %s: %s", self._name, str(error) or repr(error))
         except Exception:
