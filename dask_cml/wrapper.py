@@ -307,8 +307,10 @@ def _why_over(
 ) -> str | None:
     """Return why the session is of no use any more, if that is certain: files may be unreadable for a while.
 
-    NFS may cache for long that a file does not exist. Listing the folder refreshes the cache.
+    NFS may cache for long that something does not exist. Listing the folder that contains it refreshes this.
     """
+    if _is_gone(folder):
+        return "its cluster was deleted"
     names = _list(folder) or []
     found = _read_json(os.path.join(folder, "record.json")).get("id")
     if record is not None and found not in (None, record):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import subprocess
 import sys
 
@@ -176,3 +178,28 @@ def test_a_program_that_prints_without_end_fills_no_disk(tmp_path, small):
     log = (tmp_path / "log").read_text()
     assert len(log) < 2**17
     assert log.endswith("x\n\n[it exited with status 3]\n")
+
+
+def test_a_session_starts_although_the_file_system_shows_its_folder_late(tmp_path, monkeypatch):
+    """As NFS does where a session of an earlier cluster with this name has looked for its folder."""
+    folder = tmp_path / "mine"
+    (folder / "started").mkdir(parents=True)
+    listdir, open_file, listed = os.listdir, os.open, []
+
+    def list_folder(path):
+        listed.append(str(path))
+        check(path)
+        return listdir(path)
+
+    def check(path):
+        if str(path).startswith(str(folder)) and str(tmp_path) not in listed:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    def open_late(path, *arguments, **options):
+        check(path)
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "listdir", list_folder)
+    monkeypatch.setattr(os, "open", open_late)
+    assert wrapper._start(str(folder), "mine-0", None) is None
+    assert (folder / "started" / "mine-0").exists()
