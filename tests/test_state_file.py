@@ -179,6 +179,29 @@ async def test_a_folder_that_comes_back_does_not_end_it(folder, holds, monkeypat
     running.cancel()
 
 
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("here again"), OSError("the server does not answer")], ids=repr
+)
+async def test_a_folder_that_was_gone_for_a_moment_does_not_end_it_if_it_cannot_be_written_then(
+    folder, monkeypatch, error
+):
+    aside, tries = folder.with_name("aside"), []
+
+    def write(self, content):
+        tries.append(1)
+        if len(tries) == 2:
+            aside.rename(folder)
+        raise error if len(tries) > 1 else FileNotFoundError
+
+    folder.rename(aside)
+    monkeypatch.setattr(StateFile, "write", write)
+    running = asyncio.create_task(StateFile(folder, 0).run(dict))
+    while len(tries) < 20 and not running.done():
+        await asyncio.sleep(0.01)
+    assert not running.done()
+    running.cancel()
+
+
 async def test_a_state_directory_that_cannot_be_listed_does_not_end_it(folder, monkeypatch):
     tries = []
 

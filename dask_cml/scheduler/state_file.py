@@ -98,13 +98,15 @@ class StateFile:
             return why
         except (FileNotFoundError, NotADirectoryError):
             self._changed.set()
-            if await asyncio.to_thread(self._is_gone):
-                self._gone_since = self._gone_since or time.monotonic()
+            if not await asyncio.to_thread(self._is_gone):
+                self._gone_since = None
+            elif self._gone_since is None:
+                self._gone_since = time.monotonic()
+            elif time.monotonic() - self._gone_since > _GONE_FOR:
+                return "its folder was removed"
         except (OSError, RuntimeError) as error:  # RuntimeError: not private
             self._changed.set()
             logger.warning("State of the cluster not written: %s", error)
-        if self._gone_since is not None and time.monotonic() - self._gone_since > _GONE_FOR:
-            return "its folder was removed"
         return None
 
     def write(self, content: Mapping[str, Any]) -> str | None:
