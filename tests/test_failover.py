@@ -598,6 +598,26 @@ async def test_an_observer_whose_dashboard_got_no_port_connects_again(it):
 
 
 @simulated
+async def test_a_next_scheduler_that_answers_late_is_not_replaced(it, monkeypatch):
+    async def schedule_late(*arguments):
+        await begun.wait()
+        await schedule(*arguments)
+
+    async with simulate(name="mine", n_workers=1, scheduler_timeout=20) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        schedule, begun = it.sessions._schedule, asyncio.Event()
+        monkeypatch.setattr(failover, "_PAUSES", (0.0, 10.0))
+        monkeypatch.setattr(it.sessions, "_schedule", schedule_late)
+        it.platform.evict(it.platform.running["mine-scheduler"])
+        await eventually(lambda: "did not answer within 20 s" in (cluster.problem or ""))
+        await asyncio.sleep(3)  # in the pause before another one
+        begun.set()
+        await eventually(lambda: cluster.is_connected and arrived(cluster) == 1)
+        assert store.read("mine").scheduler.number == cluster.place.number == 1
+        assert cluster.keeps
+
+
+@simulated
 async def test_a_refused_scheduler_does_not_count_as_lost(it):
     with dask.config.set({"cml.scheduler-restarts": 1, "cml.quota-retry": "100ms"}):
         async with simulate(name="lab", n_workers=1) as cluster:

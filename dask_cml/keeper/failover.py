@@ -231,7 +231,7 @@ class Failover:
         return False
 
     async def _launch_next(self, record: Record, why: str, refused: bool) -> bool:
-        """Launch the next scheduler after a pause. Return False if another process does.
+        """Launch the next scheduler after a pause. Return False if another process does, or the last answers.
 
         Parameters
         ----------
@@ -257,4 +257,7 @@ class Failover:
                 )
             await asyncio.sleep(_PAUSES[min(restarts, len(_PAUSES) - 1)])
             restarts += 1
+        latest = await self._read(record, why)
+        if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
+            return False
         return await self._cluster.launch_next(record, why, restarts, limit)
