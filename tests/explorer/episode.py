@@ -522,10 +522,10 @@ class Episode:
         process, record = self.world.sessions.processes.get(session.id), self.record()
         if process is None or process.state not in ("runs", "paused") or record is None:
             return False
-        notebooks = [actor for actor in self.actors.values() if isinstance(actor, Notebook)]
-        has_started = any(notebook.started for notebook in notebooks)
-        last = record.scheduler
-        return has_started and last.session == session.id and last.address is not None and not last.closed
+        creator, last = self.actors["A"], record.scheduler
+        if isinstance(creator, Notebook) and creator.lives and not creator.started:
+            return False  # its start fails, which ends the cluster
+        return last.session == session.id and last.address is not None and not last.closed
 
     def _check_losses(self) -> None:
         """Scaling down loses no data, as long as there is another worker to take it."""
