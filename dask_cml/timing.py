@@ -44,7 +44,8 @@ class Timing:
         Time in which the platform usually launches sessions. Until then the keeper does nothing else.
     finish : float
         Time without progress after which a process no longer waits for what its users have asked for, to
-        leave the cluster or to delete a group.
+        leave the cluster or to delete a group. Calls that fail at once are repeated for a shorter time, so
+        the process can name their error.
     succeed : float
         Time in which another process takes the lease of a keeper that leaves.
     strays : float
@@ -83,7 +84,7 @@ class Timing:
     long_retirement: float = 10.0
     stop: float = 5.0
     launch: float = 2.0
-    finish: float = 30.0
+    finish: float = 45.0
     succeed: float = 5.0
     strays: float = 15.0
     stray: float = 20.0

@@ -184,7 +184,7 @@ async def test_deleting_a_group_fails_with_the_reason_if_its_sessions_are_not_st
 async def test_deleting_a_group_has_an_end_if_the_platform_does_not_answer(it, who):
     async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
         await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
-        words = "mine-big-0 not stopped yet: nothing has changed for 30 s"
+        words = "mine-big-0 not stopped yet: nothing has changed for 45 s"
         with it.platform.held("stop_workers"), pytest.raises(CMLError, match=words):
             await {"keeper": cluster, "remote": remote}[who].delete_worker_group("big")
         await eventually(lambda: cluster.workers == {})
