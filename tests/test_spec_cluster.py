@@ -280,6 +280,18 @@ async def test_a_remote_forgets_no_worker_that_it_adds_while_the_board_changes(i
 
 
 @simulated
+async def test_a_worker_that_is_removed_by_hand_is_a_change_of_its_group_alone(it):
+    async with simulate(name="mine", n_workers=1, worker_groups={"gpu": {"n_workers": 2}}) as cluster:
+        await eventually(lambda: arrived(cluster) == 3)
+        before = cluster.board.groups
+        del cluster.worker_spec["mine-gpu-1"]
+        await cluster._correct_state()
+        await eventually(lambda: cluster.board.groups["gpu"].target == 1)
+        assert cluster.board.groups["gpu"].request == before["gpu"].request + 1
+        assert cluster.board.groups["default"] == before["default"]
+
+
+@simulated
 async def test_a_remote_replaces_a_worker_by_hand(it):
     async with simulate(name="mine", n_workers=2) as keeper, rebuild("mine") as remote:
         await eventually(lambda: sizes(remote) == [2, 2])

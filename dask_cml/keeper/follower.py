@@ -175,15 +175,15 @@ class Follower:
         with self._groups.changing():
             self._groups.given(given)
             closed, new = self._groups.take_changes_by_hand()
-            for group in {self._groups.group_of(name) for name in new}:
-                names = [name for name in self._groups.workers(group) if name in new]
+            for group in {*new.values()}:
+                names = [name for name in new if new[name] == group]
                 differences |= self._groups.differences(group, names)
             refused = sorted(name for name, options in differences.items() if options is None)
             self._groups.drop(refused)
             groups: dict[str, dict[str, Any]] = {}
             for name, options in differences.items():
                 if options is not None:
-                    group = self._groups.group_of(name)
+                    group = new[name]
                     # Not the number in the spec, which does not show what others have asked for meanwhile.
                     change = groups.setdefault(group, {"target": self.target(group), "own": {}})
                     change["target"] += 1

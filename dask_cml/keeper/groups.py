@@ -55,8 +55,8 @@ class Groups:
     def __init__(self, cluster: SpecCluster, options: Options, api: WorkersAPI, place: Place) -> None:
         self._cluster, self._prefix, self._api, self._place = cluster, options.name, api, place
         self.lock = threading.RLock()
-        #: The names in ``worker_spec``, as far as they were not changed by hand.
-        self._known: set[str] = set()
+        #: The names in ``worker_spec`` with their groups, as far as they were not changed by hand.
+        self._known: dict[str, str] = {}
         self._options = {DEFAULT_GROUP: options}
         self._created: dict[str, int] = {}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
@@ -79,19 +79,29 @@ class Groups:
                 yield
             finally:
                 after = {*self._cluster.worker_spec}
-                self._known = (self._known - (before - after)) | (after - before)
+                for name in before - after:
+                    self._known.pop(name, None)
+                self._known |= {name: self.group_of(name) for name in after - before}
 
     @property
     def is_changed_by_hand(self) -> bool:
         """Whether a user has changed ``worker_spec``, as a subclass of SpecCluster may."""
         with self.lock:
-            return self._known != {*self._cluster.worker_spec}
+            return self._known.keys() != self._cluster.worker_spec.keys()
 
-    def take_changes_by_hand(self) -> tuple[set[str], set[str]]:
-        """Return the names that users have removed from ``worker_spec``, and added, since the last call."""
+    def take_changes_by_hand(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what users have removed from ``worker_spec``, and added, since the last call.
+
+        Returns
+        -------
+        closed, new : dict of str to str
+            The groups by the workers' names.
+        """
         with self.lock:
-            before, self._known = self._known, {*self._cluster.worker_spec}
-            return before - self._known, self._known - before
+            before = self._known
+            self._known = {name: self.group_of(name) for name in [*self._cluster.worker_spec]}
+            closed = {name: group for name, group in before.items() if name not in self._known}
+            return closed, {name: group for name, group in self._known.items() if name not in before}
 
     # -- groups
 

@@ -521,7 +521,7 @@ class Keeper:
         """Ask the board for what a user has changed in ``worker_spec``, as a subclass of SpecCluster may."""
         with self._groups.changing():
             closed, new = self._groups.take_changes_by_hand()
-            for group in {self._groups.group_of(name) for name in closed | new}:
+            for group in {*closed.values(), *new.values()}:
                 if group in self._groups:
                     self.ask(group, target=self._groups.target(group), own=self._groups.own(group))
             self._groups.given(new)
