@@ -21,7 +21,8 @@ import subprocess, sys
 command = [sys.executable, "-u", "-c", {code!r}]
 child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr, {how})
 child.stdout.readline()
-print("started", child.pid, flush=True)
+sys.stdout.write(f"\\nstarted {{child.pid}}\\n")  # at once, perhaps within a line of the other program
+sys.stdout.flush()
 sys.exit(3)
 """
 SERVER = "import time; print('ready'); time.sleep(600)"
