@@ -71,8 +71,10 @@ async def test_a_scheduler_with_a_busy_event_loop_leaves_signs_of_life(folder, m
 
 async def test_the_signs_of_life_end_with_the_scheduler(folder, monkeypatch, holds):
     monkeypatch.setattr(timing, "sign_of_life", 0.01)
+    others = {*threading.enumerate()}  # of schedulers that other tests have killed, too
     async with scheduler_in(folder):
-        [thread] = [thread for thread in threading.enumerate() if thread.name == "dask-cml-sign-of-life"]
+        threads = {*threading.enumerate()} - others
+        [thread] = [thread for thread in threads if thread.name == "dask-cml-sign-of-life"]
         assert thread.daemon
     await holds(lambda: not thread.is_alive())
 
