@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,7 +17,17 @@ import dask
 import pytest
 from click.shell_completion import BashComplete, ShellComplete
 from click.testing import CliRunner
-from clusters import arrived, limits, rebuild, scheduler_of, sessions, simulate, target, write_record
+from clusters import (
+    LAUNCHED,
+    arrived,
+    limits,
+    rebuild,
+    scheduler_of,
+    sessions,
+    simulate,
+    target,
+    write_record,
+)
 from ports import free_port
 from schedulers import prepare, scheduler_in
 from simulated.testing import eventually, simulated
@@ -25,7 +36,7 @@ from testbed import faults
 
 from dask_cml import CMLCluster, CMLError, cli, protocol
 from dask_cml.cli import change, console, show
-from dask_cml.layout import LOGS_FOLDER
+from dask_cml.layout import LOGS_FOLDER, scheduler_file
 from dask_cml.observers import ObservedCluster
 from dask_cml.options import Options, state_directory
 from dask_cml.records import operations, store
@@ -388,6 +399,17 @@ def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
     write_record(Record("a", maker=NOBODY, options=options, scheduler=scheduler))
     assert listed("a")["dashboard"] is None
     assert "https://a/" not in run("list")
+
+
+def test_a_stale_cluster_counts_its_hours_until_its_last_sign_of_life():
+    add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-0"))
+    sign = state_directory() / "left" / scheduler_file(0)
+    os.utime(sign, (LAUNCHED + 3600, LAUNCHED + 3600))
+    about = json.loads(run("info", "left", "--json"))
+    assert about["status"] == "stale"
+    [ended] = json.loads(run("history", "left", "--json"))
+    for usage in about["usage"], ended["usage"]:
+        assert usage["total"]["hours"] == pytest.approx(2.0, abs=0.01)
 
 
 # -- logs

@@ -68,12 +68,12 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 @as_json
 async def info(name: str, as_json: bool) -> None:
     """Show one cluster: its sessions, worker groups and usage."""
-    from dask_cml.records import operations, store
+    from dask_cml.records import history, operations, store
     from dask_cml.records.usage import usage_of
 
     record = store.read(name)
-    usage = usage_of(record, time.time())
     [row] = await operations.describe([record], timeout=_PATIENCE)
+    usage = usage_of(record, history.end_of(record) if row["status"] == "stale" else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
     owners = {id: launch.owner for id, launch in record.launches.items() if launch.owner is not None}

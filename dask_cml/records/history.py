@@ -110,7 +110,7 @@ class EndedCluster:
         why : str
             Why it ended, if the scheduler has written no reason.
         """
-        ended = _end_of(record)
+        ended = end_of(record)
         content = {
             "name": record.name,
             "id": record.id,
@@ -211,7 +211,7 @@ def cost_of(used: SessionHours) -> float | None:
     return sum(costs) if costs else None
 
 
-def _end_of(record: Record) -> float:
+def end_of(record: Record) -> float:
     """Return now. If the cluster is dead, return the time of its last sign of life."""
     now, silence = time.time(), None
     with contextlib.suppress(OSError):
