@@ -401,6 +401,7 @@ def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
     assert "https://a/" not in run("list")
 
 
+@pytest.mark.slow
 def test_a_stale_cluster_counts_its_hours_until_its_last_sign_of_life():
     add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-0"))
     sign = state_directory() / "left" / scheduler_file(0)
