@@ -251,7 +251,11 @@ class Remote:
 
     async def _write(self, op: str, **arguments: Any) -> BoardState:
         try:
-            return self._take(await self.ask(op, **arguments))
+            address = self._known_address()
+            answer = await self.ask(op, **arguments)
+            if self.address != address:  # join() has gone on to the next scheduler, whose board counts
+                raise OSError(f"the scheduler at {address} is replaced")
+            return self._take(answer)
         except NO_ANSWER as error:
             raise self.no_answer(error) from error
 

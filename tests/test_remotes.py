@@ -6,11 +6,12 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from clusters import arrived, rebuild, simulate, target
+from clusters import arrived, create_elsewhere, rebuild, simulate, target
 from distributed.scheduler import WorkerState
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError
+from dask_cml.records import store
 
 
 @simulated
@@ -97,3 +98,41 @@ async def test_an_odd_url_of_a_session_is_named_once_and_keeps_no_report_from_th
         await eventually(lambda: "running" in remote.sessions[1].status)
         assert remote.sessions[0].app_url is None
         assert caplog.text.count("app_url='javascript:alert(1)'") == 1
+
+
+@simulated
+async def test_a_late_answer_of_a_lost_scheduler_does_not_hide_the_board_of_the_next(it):
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
+        talks_to, ask = remote._remote, remote._remote.ask
+
+        async def ask_while_another_is_joined(*arguments, **options):
+            answer = await ask(*arguments, **options)
+            talks_to.address = "tcp://127.0.0.1:1"
+            return {**answer, "revision": 1_000}
+
+        talks_to.ask = ask_while_another_is_joined
+        with pytest.raises(CMLError, match="is replaced"):
+            await talks_to.set(orphan_timeout=None)
+        assert talks_to.board.revision < 1_000
+        talks_to.address = cluster._remote.address
+        del talks_to.ask
+
+
+@simulated
+async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process(it, monkeypatch):
+    creator = await create_elsewhere(it, name="mine", n_workers=1, orphan_timeout="10 minutes")
+    async with rebuild("mine") as first:
+        read_again = store.read_again
+
+        def read_again_in_others(record):
+            if record is first.record:
+                raise CMLError("the record cannot be read here")
+            return read_again(record)
+
+        monkeypatch.setattr(store, "read_again", read_again_in_others)
+        creator.kill()
+        await eventually(lambda: first.board.keeper in (None, first._remote.id))
+        async with rebuild("mine") as second:
+            await eventually(lambda: second.keeps)
+            assert not first.keeps
+            await second.close()

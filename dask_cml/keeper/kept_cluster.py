@@ -589,7 +589,11 @@ class KeptCluster(SpecCluster):
             if board.keeper == self._remote.id and self.keeper is not None:
                 await self._subscribe()  # another process may have subscribed meanwhile
         if board.keeper == self._remote.id and self.keeper is None:
-            await self._succeed(board)
+            try:
+                await self._succeed(board)
+            except Exception:  # another process may be able to, for example to read the record
+                await self._remote.lease(take=False)
+                raise
         elif board.keeper != self._remote.id and self.keeper is not None:
             await self._yield(self.keeper)
         if self.keeper is not None and not self._is_subscribed:
@@ -972,10 +976,12 @@ class KeptCluster(SpecCluster):
             await self._write_last()
         self.groups.stop_adapting()
         try:
-            if not shutdown:
-                not_done = await self._finish()
-            await cancel(self._starting, self._following, self._sending)
-            await self._stop_keeping()
+            try:
+                if not shutdown:
+                    not_done = await self._finish()
+            finally:
+                await cancel(self._starting, self._following, self._sending)
+                await self._stop_keeping()
             await (self._say_goodbye() if shutdown else self._hand_over())
             if not_done is not None and await self._is_succeeded():
                 not_done = None
