@@ -401,8 +401,8 @@ def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
     assert "https://a/" not in run("list")
 
 
-@pytest.mark.slow
-def test_a_stale_cluster_counts_its_hours_until_its_last_sign_of_life():
+def test_a_stale_cluster_counts_its_hours_until_its_last_sign_of_life(monkeypatch):
+    monkeypatch.setattr(show, "_PATIENCE", 0.2)  # nobody is to answer
     add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-0"))
     sign = state_directory() / "left" / scheduler_file(0)
     os.utime(sign, (LAUNCHED + 3600, LAUNCHED + 3600))

@@ -383,7 +383,7 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
     """
     returned, out, err = Program(code).ends()
     assert (returned, out) == (0, "ended\n" * 4), err
-    wait = "Shutting down mine, mine, mine, mine first: please wait"
+    wait = "Shutting down cluster mine, mine, mine, mine first: please wait"
     assert {*err.splitlines()} == {wait, "no answer"}
     assert err.count("no answer") == 4
 

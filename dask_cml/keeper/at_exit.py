@@ -179,7 +179,7 @@ def _end(cluster: Any, elsewhere: bool = False) -> None:
 def _ask_for_patience(*_: Any) -> None:
     names = ", ".join(cluster.options.name for cluster in unclosed())
     if names:
-        logger.warning("Shutting down %s first: please wait", names)
+        logger.warning("Shutting down cluster %s first: please wait", names)
 
 
 def _wait_for_makers() -> None:

@@ -17,7 +17,7 @@ from dask_cml.observers import Observed, Observers
 from dask_cml.options import OPTION_NAMES, setting
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.output import get_logger
-from dask_cml.records import operations, store
+from dask_cml.records import history, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record
@@ -198,11 +198,15 @@ class ProjectClusters(Observers):
         logs = await asyncio.to_thread(operations.session_logs(record).paths)
         has_dashboard = cluster is not None and cluster.has_dashboard
         description = self._describe(observed)
+        until = time.time()
+        if description["status"] == "stale":
+            until = await asyncio.to_thread(history.end_of, record)
+        usage = usage_of(record, until)
         return {
             **description,
             "sessions": views.sessions_of(cluster) if cluster else views.recorded_sessions(record),
             "logs": [*logs],
-            "usage": usage_of(record, time.time()).to_json(),
+            "usage": usage.to_json(),
             "client": f'Client("{description["address"]}")',
             "security": record.security is not None,
             "dashboard_id": record.id if has_dashboard else None,
