@@ -162,7 +162,7 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
     assert len(read("a").sessions) == 1000
     monkeypatch.undo()
     assert calls.count("listdir") + calls.count("scandir") == 2  # the cluster's folder and the sessions'
-    assert len(calls) < 25
+    assert len(calls) < 100  # none for each session. Other threads make some calls
     assert len(os.listdir(folder / SESSIONS_FOLDER)) == 1000
 
 

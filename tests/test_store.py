@@ -209,6 +209,22 @@ def test_a_name_in_use_is_refused(state):
     assert os.listdir(state) == ["a"]
 
 
+def test_a_record_that_is_replaced_while_it_is_read_is_gone(state, monkeypatch):
+    first, second = new_record("a"), new_record("a")
+    claim(first)
+    read_file = store.read_file
+
+    def replace_meanwhile(path):
+        monkeypatch.setattr(store, "read_file", read_file)
+        remove(first)
+        claim(second)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(store, "read_file", replace_meanwhile)
+    assert remove(first) is None
+    assert read("a").id == second.id
+
+
 def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
     for _ in range(20):
         stale = new_record("a")

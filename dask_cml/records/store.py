@@ -186,18 +186,22 @@ def _write_in(record: Record, write: Callable[[], None]) -> None:
 
 def _has(folder: Path, record: Record) -> bool:
     """Return whether a folder belongs to a record's cluster."""
-    try:
-        check_folder(folder)
-        check_folder(folder.parent)  # without the folder, there is nothing to protect
-        if RECORD_FILE not in os.listdir(folder):
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            check_folder(folder)
+            check_folder(folder.parent)  # without the folder, there is nothing to protect
+            if RECORD_FILE not in os.listdir(folder):
+                return False
+            return Record.from_json(read_file(folder / RECORD_FILE)).id == record.id
+        except NotADirectoryError:
             return False
-        return Record.from_json(read_file(folder / RECORD_FILE)).id == record.id
-    except NotADirectoryError:
-        return False
-    except (FileNotFoundError, ValueError) as error:
-        if isinstance(error, FileNotFoundError) and is_gone(folder):
-            return False
-        raise RecordUnreadable(folder, error) from None
+        except (FileNotFoundError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and is_gone(folder):
+                return False
+            if isinstance(error, ValueError) or not tries_left:
+                raise RecordUnreadable(folder, error) from None
+        time.sleep(_PAUSE)  # another process has replaced the folder meanwhile
+    return False
 
 
 def given_names(record: Record) -> set[str]:
