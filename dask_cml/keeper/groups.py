@@ -455,7 +455,7 @@ class Groups:
                 self._cluster.worker_spec.pop(name, None)
 
     def renew(self) -> None:
-        """Want workers of the same specs under new names, because another scheduler begins."""
+        """Want workers with their specs under new names, because another scheduler begins."""
         with self.changing():
             for group in self.names:
                 for name in self.workers(group)[self.target(group) :]:

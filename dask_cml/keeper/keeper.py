@@ -370,7 +370,7 @@ class Keeper:
         while True:
             try:
                 listing = await self._api.sessions()
-            except CallFailed:  # the scheduler may connect all the same
+            except CallFailed:  # the scheduler may still connect
                 continue
             for worker in workers:
                 worker.update(listing)
@@ -559,7 +559,7 @@ class Keeper:
         }
 
     async def _find_sessions(self) -> None:
-        """Let each wanted worker be the session that took its name, also if its launch was not answered."""
+        """Let every wanted worker be the session that took its name, also if its launch was not answered."""
         workers, connected = self._cluster.workers, self._take_connected()
         for name, session in connected.items():
             spec = self._cluster.worker_spec.get(name)
@@ -573,7 +573,7 @@ class Keeper:
                     await self._adopt(worker, session)
 
     def _take_connected(self) -> dict[str, str]:
-        """Let each wanted worker be the session in which its Dask worker runs. Return the sessions by name.
+        """Let every wanted worker be the session in which its Dask worker runs. Return the sessions by name.
 
         If the answer to a launch is lost, the launch is repeated. The first session may take the name, and
         the worker be that of the second answer.

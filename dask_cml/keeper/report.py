@@ -30,7 +30,7 @@ class Report:
     shortages : mapping of str to str
         Why the platform has launched only some workers of some groups.
     requests : mapping of str to int
-        How many changes of each group users have asked for, as far as the keeper has taken them.
+        How many changes of a group users have asked for, as far as the keeper has taken them.
     staying : sequence of str
         Workers that cannot be stopped now, because no other worker can take their data.
     not_stopped : str or None

@@ -265,7 +265,7 @@ class CMLProcess(ProcessInterface):
 
     @property
     def is_unlisted(self) -> bool:
-        """Whether it has been missing in the platform's list for a while. It may run all the same."""
+        """Whether it has been missing in the platform's list for a while. It may still run."""
         return self.info.get("status") == UNLISTED
 
     @property

@@ -37,7 +37,7 @@ _PART, _END = 2**16, 2**13
 
 
 def log_folder(folder: Path, log_directory: str | None) -> Path:
-    """Return the folder of a cluster's logs. A `log_directory` has one folder for each cluster.
+    """Return the folder of a cluster's logs. A `log_directory` has a folder for every cluster.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ class _Stopping:
             self._ids.difference_update(ids)
 
 
-#: What this process has stopped on each platform.
+#: What this process has stopped on every platform.
 _stopping: WeakKeyDictionary[Any, _Stopping] = WeakKeyDictionary()
 
 
@@ -390,7 +390,7 @@ class WorkersAPI:
             self.stopped.update(ids)
 
     def _stop_one_by_one(self, ids: Collection[str]) -> None:
-        """Stop sessions by one blocking call for each, to know which of them the platform does not stop."""
+        """Stop sessions one by one, to know the sessions that the platform does not stop."""
         errors = []
         for session_id in ids:
             try:
