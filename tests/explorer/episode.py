@@ -73,6 +73,8 @@ class Episode:
         self._losing: list[asyncio.Task[None]] = []
         #: Why the cluster may have ended.
         self.ends: list[str] = []
+        #: Who was paused, or had no network, for a while. Meanwhile the cluster may be an orphan.
+        self.away: set[str] = set()
         #: Whether no file could be opened for a while.
         self.was_stale = False
         #: The schedulers that somebody has stopped although they ran and nobody wanted their end.
@@ -229,6 +231,7 @@ class Episode:
 
     def _pause(self, who: str, seconds: float, threads: bool) -> None:
         if who in self.actors:
+            self.away.add(who)
             self.actors[who].process.pause(seconds, threads)
 
     def _pause_scheduler(self, seconds: float) -> None:
@@ -239,6 +242,7 @@ class Episode:
 
     def _cut_off(self, who: str, seconds: float, refuses: bool) -> None:
         if who in self.actors and self.actors[who].runs:
+            self.away.add(who)
             self.actors[who].process.cut_off(seconds, refuses)
 
     def _connect_in_a_task(self, i: int, kind: str) -> None:
@@ -491,12 +495,14 @@ class Episode:
         return [key] if n == 1 else [f"{key}-{i}" for i in range(n)]
 
     def _check_ended(self) -> None:
-        """A running cluster ends by a word of its user, or if its schedulers are lost again and again."""
+        """A running cluster ends by a word of its user, as an orphan, or if it loses schedulers in a row."""
         keepers = [actor for actor in self.actors.values() if isinstance(actor, User)]
         started = [keeper for keeper in keepers if isinstance(keeper, Notebook) and keeper.started]
         if self.ends or not started or not all(keeper.runs for keeper in keepers):
             return
-        if not any("schedulers in a row" in line for line in self._told(started)):
+        told = self._told(started)
+        is_orphan = bool(self.away) and any("orphaned: " in line for line in told)
+        if not is_orphan and not any("schedulers in a row" in line for line in told):
             self.violate("the cluster has ended, and nobody wanted it")
 
     def _check_objects(self) -> None:
