@@ -319,13 +319,17 @@ def test_a_terminal_that_closes_leaves_no_session(platform, all_stopped):
 def test_sigterm_ends_a_program_that_goes_on_after_it(platform, all_stopped):
     """As pytest does, whose next test would run."""
     code = """
-    while True:
-        try:
+    cluster = CMLCluster(n_workers=1, quiet=True)
+    try:
+        print("ready", flush=True)
+        while True:
             time.sleep(0.1)
-        except SystemExit:
-            print("caught", flush=True)
+    except SystemExit:
+        print("caught", flush=True)
+    while True:
+        time.sleep(0.1)
     """
-    program = Program(SYNC + textwrap.dedent(code)).when_ready()
+    program = Program(code).when_ready()
     program.process.send_signal(signal.SIGTERM)
     assert program.ends() == (128 + signal.SIGTERM, "caught\n", "")
     all_stopped(2)
