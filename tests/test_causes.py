@@ -136,7 +136,7 @@ def test_a_session_that_ran_tasks_ended_because_of_them(last, log):
 @pytest.mark.slow
 @pytest.mark.parametrize("worker_args", [[], ["--no-nanny"]])
 def test_a_worker_whose_scheduler_accepts_connections_and_never_answers_ends(tmp_path, worker_args):
-    options = Options.read(name="lab", platform="local", scheduler_timeout=8, worker_args=worker_args)
+    options = Options.read(name="lab", platform="local", worker_timeout=8, worker_args=worker_args)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         plan = plan_worker(options, Place(tmp_path), "lab-0", address)
