@@ -140,6 +140,7 @@ def test_a_worker_whose_scheduler_accepts_connections_and_never_answers_ends(tmp
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         plan = plan_worker(options, Place(tmp_path), "lab-0", address)
+        plan.log.parent.mkdir(mode=0o700)
         env = {**os.environ, **plan.env, "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "1s"}
         subprocess.run([sys.executable, "-c", plan.code], env=env, timeout=120)
     log = plan.log.read_text().splitlines()
