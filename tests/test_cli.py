@@ -249,6 +249,7 @@ def started(*arguments):
             process.kill()
 
 
+@pytest.mark.slow
 def test_the_keeper_adapts_what_a_command_asks_for(until):
     with CMLCluster(name="mine", quiet=True) as cluster:
         assert run("adapt", "mine", 1, 2) == f"Cluster mine adapts between 1 and 2 workers: {KEEPER_ADAPTS}\n"
@@ -401,6 +402,7 @@ def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
     assert "https://a/" not in run("list")
 
 
+@pytest.mark.slow
 def test_a_stale_cluster_counts_its_hours_until_its_last_sign_of_life(monkeypatch):
     monkeypatch.setattr(show, "_PATIENCE", 0.2)  # nobody is to answer
     add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-0"))

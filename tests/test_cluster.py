@@ -60,6 +60,7 @@ def test_workers_have_the_threads_and_memory_of_their_session(platform):
         assert worker["memory_limit"] == 2**30
 
 
+@pytest.mark.slow
 def test_the_constructor_returns_before_slow_workers_have_come(platform, until):
     platform.inject("hangs", match="A worker of")
     with CMLCluster(n_workers=1, platform="local", quiet=True) as cluster:

@@ -159,6 +159,7 @@ def test_doctor_finds_every_fault_of_a_broken_environment_and_exits_with_1(tmp_p
     assert "\x1b" not in result.stdout
 
 
+@pytest.mark.slow
 def test_doctor_finishes_all_other_checks_if_the_platform_hangs(tmp_path):
     (tmp_path / "cdsw.py").write_text(
         "import time\ndef launch_workers(): ...\ndef list_workers(): time.sleep(3600)\n"

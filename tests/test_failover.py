@@ -281,6 +281,7 @@ async def test_a_process_that_launches_the_next_scheduler_gives_no_name_again(it
         assert mine.problem is None
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_remote_leaves_a_scheduler_of_another_release_alone(it):
     """The package was upgraded while they ran, and the keeper has connected to it."""
@@ -311,6 +312,7 @@ async def test_a_scheduler_that_answers_again_is_not_replaced_because_its_sessio
         assert cluster.status == Status.running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["the keeper", "a remote"])
 @simulated
 async def test_who_has_no_network_says_so_once_and_connects_again(it, elsewhere):
@@ -349,6 +351,7 @@ async def test_a_notebook_that_was_frozen_for_minutes_goes_on_and_ends_its_clust
     assert not it.platform.running
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_keeper_without_network_ends_its_cluster_all_the_same_if_it_is_closed(it):
     async with simulate(name="lab", n_workers=1) as cluster:
@@ -414,6 +417,7 @@ async def test_a_silent_scheduler_that_is_listed_is_not_replaced_while_the_platf
         await eventually(lambda: stands(it, cluster, 1))
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_next_scheduler_that_a_process_cannot_reach_is_not_replaced_by_it(it):
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
@@ -428,6 +432,7 @@ async def test_a_next_scheduler_that_a_process_cannot_reach_is_not_replaced_by_i
         await eventually(lambda: other.is_connected and arrived(other) == 1)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_former_keeper_without_network_does_not_replace_the_next_scheduler(it):
     async with simulate(name="lab", n_workers=1) as former, in_another_session(it) as other:
@@ -474,6 +479,7 @@ async def test_a_record_that_cannot_be_written_is_told_once_and_written_later(it
         await eventually(lambda: len(store.read("lab").sessions) == 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unreadable", ["writable by the group", "stale"])
 @simulated
 async def test_a_cluster_whose_record_cannot_be_read_while_its_scheduler_is_busy_goes_on(it, unreadable):
@@ -561,6 +567,7 @@ async def test_an_observer_leaves_the_scheduler_to_the_keeper_however_long_it_ta
         await observer.leave()
 
 
+@pytest.mark.slow
 @simulated
 async def test_an_observer_replaces_no_scheduler_of_a_cluster_without_a_keeper(it):
     await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="1 hour")

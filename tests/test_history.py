@@ -91,6 +91,7 @@ async def test_the_history_of_a_closed_cluster_shows_its_usage_and_tasks(locally
     assert store.records() == []
 
 
+@pytest.mark.slow
 async def test_the_history_names_the_user_who_deleted_a_cluster_in_the_shell(locally, monkeypatch):
     monkeypatch.setenv("CDSW_CREATOR", "ben")
     async with make(name="lab") as cluster:

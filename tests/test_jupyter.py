@@ -226,6 +226,7 @@ def test_sidebar_counts_all_groups_and_scales_the_default_one(server, leaves_no_
     until(lambda: server.clusters == {})
 
 
+@pytest.mark.slow
 def test_shutdown_in_the_sidebar_refuses_a_cluster_of_another_user(server, monkeypatch, leaves_no_session):
     monkeypatch.setenv("CDSW_CREATOR", "ann")
     with CMLCluster(name="of ann", platform="local", quiet=True) as cluster:
@@ -517,6 +518,7 @@ async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_be
         assert [left.id for left in store.records()] == [record.id]
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_whose_creator_was_killed_ends_as_an_orphan_though_the_sidebar_lists_it(it):
     async with listing() as sidebar:

@@ -173,6 +173,7 @@ async def test_an_invalid_address_is_a_problem_of_its_own_cluster_only(cluster, 
     assert [row["status"] for row in rows] == ["not answering", "running"]
 
 
+@pytest.mark.slow
 async def test_the_numbers_of_a_running_cluster_are_those_in_its_schedulers_file(
     cluster, scheduler, unreachable
 ):
@@ -251,6 +252,7 @@ def descriptors():
 # -- by the platform, the files and the creator
 
 
+@pytest.mark.slow
 async def test_an_unreachable_scheduler_is_dead_if_its_session_has_ended(cluster, unreachable):
     for status in ("failed", "stopped", "succeeded", "timedout"):
         assert await state_of(cluster(unreachable), status) is State.DEAD
@@ -274,7 +276,7 @@ async def test_an_unreachable_scheduler_is_dead_at_once_if_it_has_closed(cluster
 async def test_a_scheduler_that_said_why_it_closed_is_believed_before_the_end_of_its_session(
     cluster, unreachable
 ):
-    finding = await found(cluster(unreachable, closed="orphaned"), "succeeded")
+    finding = await found(cluster(unreachable, closed="orphaned"), "succeeded", timeout=0.5)
     assert (finding.state, finding.why) == (State.DEAD, "its scheduler has closed: orphaned")
 
 

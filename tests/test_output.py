@@ -84,6 +84,7 @@ async def check_upkeep(it):
         await eventually(lambda: len(it.platform.running) == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_cluster_goes_on_whatever_becomes_of_its_output(tmp_path, monkeypatch, out, name):
     monkeypatch.setattr(sys, name, out)

@@ -44,6 +44,7 @@ def test_the_reports_of_a_computation_are_written(client, tmp_path):
     assert "Dask Profile" in (tmp_path / "profile.html").read_text()
 
 
+@pytest.mark.slow
 def test_every_pane_updates(client):
     assert client.run_on_scheduler(errors_of_updates) == {}
 

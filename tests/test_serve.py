@@ -471,6 +471,7 @@ async def test_the_page_keeps_its_cluster_while_the_record_cannot_be_read(server
     assert (await server.cluster("night"))["kept"]
 
 
+@pytest.mark.slow
 @on_page
 async def test_deleting_a_cluster_that_did_not_start_stops_what_could_not_be_stopped_before(server, it):
     it.platform.doom("silent", key="scheduler")
@@ -798,6 +799,7 @@ async def test_the_page_keeps_a_cluster_that_its_creator_has_left(server, it, se
         await server.ask("DELETE", "/api/clusters/day")
 
 
+@pytest.mark.slow
 @on_page
 async def test_the_page_shows_a_cluster_that_died_while_it_only_observed_it(server, it):
     creator = await create_elsewhere(it, name="day", security=True)
@@ -827,6 +829,7 @@ async def test_the_page_keeps_a_cluster_that_is_to_outlive_its_creator_only_late
         await server.ask("DELETE", "/api/clusters/day")
 
 
+@pytest.mark.slow
 @on_page
 async def test_the_page_keeps_a_cluster_whose_record_cannot_be_read_for_a_while(server, it):
     await leave("day")
@@ -867,6 +870,7 @@ async def test_another_page_keeps_the_clusters_of_a_killed_one_at_once(it):
             await server.ask("DELETE", "/api/clusters/night")
 
 
+@pytest.mark.slow
 @on_page
 async def test_the_page_shows_a_cluster_of_a_process_that_was_killed_until_it_is_an_orphan(server, it):
     await create_and_kill(it, name="day", n_workers=1, security=True, orphan_timeout="60s")

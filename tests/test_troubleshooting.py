@@ -205,6 +205,7 @@ def test_the_page_lists_the_failures_of_a_start(platform, seen):
         )
 
 
+@pytest.mark.slow
 @provokes(
     "Cluster is starting",
     "ClusterExists",
@@ -435,6 +436,7 @@ def test_the_page_lists_the_messages_about_waiting_tasks(platform, seen, until):
         seen.append(log_of(cluster))
 
 
+@pytest.mark.slow
 @provokes("CallFailed: CML did not stop", "Cannot manage cluster")
 def test_the_page_lists_the_messages_of_an_outage(platform, seen, until, caplog):
     with dask.config.set({"cml.api.retries": 1}):

@@ -981,6 +981,7 @@ async def test_a_hanging_stop_is_not_retried_beyond_the_time_limit_of_one_call(s
     await eventually(lambda: not left())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_the_interpreter_ends_though_calls_hang(cancelled):
     program = """
