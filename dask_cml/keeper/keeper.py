@@ -120,7 +120,7 @@ class Keeper:
         self._outbox, self._record, self._log = outbox, record, log
         self._name = record.name
         self._journal = Journal(api, record)
-        self._retirements = Retirements(cluster, remote, api, log, self.woken)
+        self._retirements = Retirements(cluster, remote.ask, api, log, self.woken)
         self._backoffs: dict[str, Backoff] = {}
         self._failure_limit: int = setting("failure-limit")
         self._quota_pause: float = setting("quota-retry")
@@ -546,7 +546,7 @@ class Keeper:
         workers, arrived = self._groups.dask_workers(group), self.arrived(group)
         candidates = {name: workers[name] for name in reversed(workers) if name in arrived}
         processes = self._groups.options(group).processes
-        return absent + await choose(self._remote, n - len(absent), candidates, processes, **arguments)
+        return absent + await choose(self._remote.ask, n - len(absent), candidates, processes, **arguments)
 
     def _unused(self) -> dict[str, str]:
         """Return the sessions without a process, such as the engines of refused launches, and their names."""
@@ -628,7 +628,7 @@ class Keeper:
         for worker in [worker for worker in done if worker.session_id not in self._api.live]:
             # With scale(0), the last worker is connected until its session has ended.
             with contextlib.suppress(*NO_ANSWER, CMLError):
-                await drop(cluster, self._remote, worker.dask_names)
+                await drop(cluster, self._remote.ask, worker.dask_names)
             cluster.workers.pop(worker.name, None)
             await worker.close()
             self._log_event("stopped", worker.name)
@@ -869,10 +869,10 @@ class Keeper:
         dead &= connected_names(self._cluster)
         if dead:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
-            await drop(self._cluster, self._remote, dead)
+            await drop(self._cluster, self._remote.ask, dead)
         incomplete = missing(self.wanted(), connected_names(self._cluster) - dead)
         await self._take_started(incomplete, listing)
-        return await find_losses(incomplete, self._remote, time.monotonic() - heard_since)
+        return await find_losses(incomplete, self._remote.ask, time.monotonic() - heard_since)
 
     async def _replace(self, losses: Mapping[str, Loss]) -> None:
         """Want other workers instead of lost ones. Their sessions are stopped by the next step."""

@@ -15,8 +15,7 @@ from dask.utils import parse_timedelta
 from dask_cml import protocol
 from dask_cml.errors import CMLError
 from dask_cml.output import Logger
-from dask_cml.remote import Remote
-from dask_cml.rpc import NO_ANSWER
+from dask_cml.rpc import NO_ANSWER, Ask
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import note_reasons
@@ -47,26 +46,26 @@ def missing(workers: Collection[CMLWorker], connected: set[str]) -> list[CMLWork
     return incomplete
 
 
-async def find_losses(workers: Collection[CMLWorker], remote: Remote, heard_for: float) -> dict[str, Loss]:
+async def find_losses(workers: Collection[CMLWorker], ask: Ask, heard_for: float) -> dict[str, Loss]:
     """Return why workers that lack a Dask worker are lost, by their names. Other workers may still connect.
 
     Parameters
     ----------
     workers : collection of CMLWorker
         The result of :func:`missing`. Their states are those of the platform's last list.
-    remote : Remote
+    ask : callable
         Asks the scheduler what it knew last of them.
     heard_for : float
         Time for which the scheduler has answered, in seconds. Before, no worker could connect.
     """
     running = [worker for worker in workers if not _is_over(worker)]
-    late = await _find_late(running, remote, heard_for)
+    late = await _find_late(running, ask, heard_for)
     lost = [worker for worker in workers if worker not in running or worker.name in late]
     last: dict[str, Any] = {}
     if lost:
         names = [name for worker in lost for name in worker.dask_names]
         with contextlib.suppress(*NO_ANSWER, CMLError):
-            last = await remote.ask(protocol.LAST, names=names)
+            last = await ask(protocol.LAST, names=names)
     losses = await _causes(lost, last, late)
     unexplained = [worker for worker in lost if worker.has_ended and losses[worker.name].is_a_guess]
     await note_reasons(unexplained)
@@ -92,7 +91,7 @@ def _is_over(worker: CMLWorker) -> bool:
     return worker.is_unlisted and gone_for > timing.unlisted
 
 
-async def _find_late(workers: Collection[CMLWorker], remote: Remote, heard_for: float) -> dict[str, float]:
+async def _find_late(workers: Collection[CMLWorker], ask: Ask, heard_for: float) -> dict[str, float]:
     """Return the time limits of the sessions whose Dask workers have been absent for longer, by their names.
 
     A process may take long to import its packages, also when its nanny starts it again. If its nanny does not
@@ -105,7 +104,7 @@ async def _find_late(workers: Collection[CMLWorker], remote: Remote, heard_for: 
     abandoned: set[str] = set()
     if names:
         with contextlib.suppress(*NO_ANSWER, CMLError):
-            abandoned.update(await remote.ask(protocol.ABANDONED, names=names))
+            abandoned.update(await ask(protocol.ABANDONED, names=names))
     for worker in workers:
         limit = worker.options.worker_timeout
         if not abandoned.isdisjoint(worker.dask_names):

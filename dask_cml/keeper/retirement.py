@@ -17,8 +17,7 @@ from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import Logger
-from dask_cml.remote import Remote
-from dask_cml.rpc import NO_ANSWER
+from dask_cml.rpc import NO_ANSWER, Ask
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
@@ -44,8 +43,8 @@ class Retirements:
     ----------
     cluster : SpecCluster
         The cluster.
-    remote : Remote
-        Talks to its scheduler.
+    ask : callable
+        Asks its scheduler.
     api : WorkersAPI
         Lists the sessions.
     log : callable
@@ -57,12 +56,12 @@ class Retirements:
     def __init__(
         self,
         cluster: SpecCluster,
-        remote: Remote,
+        ask: Ask,
         api: WorkersAPI,
         log: Callable[[str], None],
         woken: asyncio.Event,
     ) -> None:
-        self._cluster, self._remote, self._api, self._log, self._woken = cluster, remote, api, log, woken
+        self._cluster, self._ask, self._api, self._log, self._woken = cluster, ask, api, log, woken
         self._limit: float = setting("retire-timeout")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -138,11 +137,11 @@ class Retirements:
         try:
             # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
             # closed with their data.
-            retired = await self._remote.ask("retire_workers", _NO_LIMIT, names=sorted(sessions))
+            retired = await self._ask("retire_workers", _NO_LIMIT, names=sorted(sessions))
         finally:
             await cancel(watching)
         left = sessions.keys() - {str(info["name"]) for info in retired.values()}
-        held = await self._remote.ask(protocol.HELD, names=sorted(left)) if left else {}
+        held = await self._ask(protocol.HELD, names=sorted(left)) if left else {}
         holding = {sessions[name] for name in left & held.keys() if held[name]["nbytes"]}
         if holding:
             # The platform may list a session as ended before the scheduler notices it.
@@ -167,16 +166,16 @@ class Retirements:
         heard: dict[str, float] = {}
         while True:
             with contextlib.suppress(*NO_ANSWER, CMLError):
-                held = await self._remote.ask(protocol.HELD, names=sorted(sessions))
+                held = await self._ask(protocol.HELD, names=sorted(sessions))
                 before, heard = heard, {name: state["last_seen"] for name, state in held.items()}
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 for session in sorted({sessions[name] for name in silent}):
                     self._log(f"Worker {session} abandoned: no answer for {self._limit:g} s")
-                await drop(self._cluster, self._remote, silent)
+                await drop(self._cluster, self._ask, silent)
             await asyncio.sleep(self._limit)
 
 
-async def drop(cluster: SpecCluster, remote: Remote, names: Collection[str]) -> None:
+async def drop(cluster: SpecCluster, ask: Ask, names: Collection[str]) -> None:
     """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
 
     Raises
@@ -186,11 +185,11 @@ async def drop(cluster: SpecCluster, remote: Remote, names: Collection[str]) -> 
     """
     for address, info in [*cluster.scheduler_info["workers"].items()]:
         if str(info["name"]) in names:
-            await remote.ask("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")
+            await ask("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")
 
 
 async def choose(
-    remote: Remote,
+    ask: Ask,
     n: int,
     workers: Mapping[str, Sequence[str]],
     processes: int,
@@ -201,8 +200,8 @@ async def choose(
 
     Parameters
     ----------
-    remote : Remote
-        Talks to the scheduler.
+    ask : callable
+        Asks the scheduler.
     n : int
         Number of sessions.
     workers : mapping of str to sequence of str
@@ -221,9 +220,7 @@ async def choose(
     key = pickle.dumps(worker_key) if worker_key else None
     answer: Iterable[str] = ()  # if the scheduler does not answer
     with contextlib.suppress(*NO_ANSWER, CMLError):
-        answer = await remote.ask(
-            "workers_to_close", n=n_dask_workers, key=key, attribute="name", **arguments
-        )
+        answer = await ask("workers_to_close", n=n_dask_workers, key=key, attribute="name", **arguments)
     costs = {str(worker): cost for cost, worker in enumerate(answer)}
     # Of the Dask workers of a session, the worker that costs most counts.
     session_costs = {}
