@@ -68,7 +68,7 @@ def one_run(n: int) -> dict[str, Any]:
             [sys.executable, "-m", __spec__.name, "workers", address, *keys, str(n)], stdout=subprocess.PIPE
         ) as workers:
             workers.stdout.readline()
-            while len(cluster.arrived()) < n:
+            while len(cluster.view.arrived()) < n:
                 time.sleep(0.1)
             figures = {
                 "n": n,

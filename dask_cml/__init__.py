@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster as CMLCluster
     from dask_cml.cluster import WorkerGroup as WorkerGroup
     from dask_cml.cluster import close_all as close_all
+    from dask_cml.core.adaptive import CMLAdaptive as CMLAdaptive
     from dask_cml.errors import ClusterExists as ClusterExists
     from dask_cml.errors import CMLError as CMLError
     from dask_cml.errors import LaunchRefused as LaunchRefused
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from dask_cml.errors import NotOnCML as NotOnCML
     from dask_cml.errors import SchedulerTimeout as SchedulerTimeout
     from dask_cml.errors import SessionFailed as SessionFailed
-    from dask_cml.keeper.adaptive import CMLAdaptive as CMLAdaptive
     from dask_cml.private_files import NotPrivate as NotPrivate
     from dask_cml.records.usage import SessionHours as SessionHours
     from dask_cml.records.usage import Usage as Usage
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _OFFERED = {
     "cluster": "CMLCluster WorkerGroup close_all",
     "errors": "CMLError ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout SessionFailed",
-    "keeper.adaptive": "CMLAdaptive",
+    "core.adaptive": "CMLAdaptive",
     "private_files": "NotPrivate",
     "records.usage": "SessionHours Usage",
     "sessions.answers": "CallFailed",

@@ -1,23 +1,30 @@
-"""The cluster manager."""
+"""The cluster manager: SpecCluster on CML sessions.
+
+To see how ``scale(3)`` works, read :meth:`CMLCluster.scale`, which changes ``worker_spec``,
+:meth:`CMLCluster._correct_state_internal`, the step that retires, stops and launches, and
+:meth:`CMLCluster.launch_worker`. Once a second, :meth:`CMLCluster._look` replaces lost workers in that dict.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
 import math
-import threading
+import sys
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from datetime import datetime
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import dask
 from dask.utils import parse_timedelta
-from distributed.comm.core import Comm
-from distributed.core import Status
+from distributed.core import Status, rpc
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
@@ -27,32 +34,61 @@ from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 from tornado.ioloop import PeriodicCallback
 
+from dask_cml import output
+from dask_cml.cancellation import cancel, end_of, wait_until_set, within
 from dask_cml.checks import check_loop, check_silence_logs, group_name, message, web_link
-from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
+from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
+from dask_cml.core.adoption import Adoption
+from dask_cml.core.alone import Alone, How, Role
+from dask_cml.core.at_exit import end_at_exit
+from dask_cml.core.demand import Demand
+from dask_cml.core.ending import Ending
+from dask_cml.core.groups import Groups
+from dask_cml.core.launches import Launches
+from dask_cml.core.losses import Losses
+from dask_cml.core.messages import Messages
+from dask_cml.core.processes import Processes, connected_names
+from dask_cml.core.retirement import Retirements, drop
+from dask_cml.core.start import Start, class_of
+from dask_cml.core.stops import Stops
+from dask_cml.core.view import View
 from dask_cml.display import EscapedLogs, describe, escaped, render, status_of
-from dask_cml.errors import CMLError, checks_arguments, without_frames
-from dask_cml.keeper.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
-from dask_cml.keeper.at_exit import no_longer_end_at_exit
-from dask_cml.keeper.kept_cluster import KeptCluster
+from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
-from dask_cml.options import Amounts, Options, SessionSize, arguments_of, refuse_unexpected
+from dask_cml.options import (
+    Amounts,
+    Options,
+    SessionSize,
+    arguments_of,
+    refuse_unexpected,
+    state_directory,
+)
 from dask_cml.options.limits import check_new, check_room, room
 from dask_cml.output import Logger
-from dask_cml.records import store
-from dask_cml.records.history import kept_logs
-from dask_cml.records.record import cluster_address
-from dask_cml.records.usage import Usage, usage_of
-from dask_cml.sessions import tls
-from dask_cml.sessions.plan import plan_worker
-from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sessions.session_logs import SessionLogs, log_folder
+from dask_cml.rpc import NO_ANSWER, ask
+from dask_cml.sessions import here, tls
+from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.plan import Place, plan_worker
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.session import CMLProcess, Session
+from dask_cml.sessions.session_logs import OWN, log_path
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
-from dask_cml.words import first_line, printable
+from dask_cml.validation import with_numbers
+from dask_cml.words import first_line, printable, printable_lines
+from dask_cml.wrapper import Log as LogFile
 
 logger = Logger(__name__)
 
+#: The platform of a running cluster before its record is read.
+_UNKNOWN = ModuleType("unknown")
 #: Maximum number of sessions of adaptive scaling without a maximum and without a limit.
 _MAXIMUM = 100
+#: What helps if a launch is refused when a cluster is created.
+_WAY_OUT = (
+    "Ask for fewer or smaller workers. Or create the cluster with n_workers=0 and call cluster.scale(n): it "
+    "launches as many as there is room for. To see what runs, run `dask cml list`"
+)
 #: The clusters that :func:`close_all` closes in their own event loops.
 _closing: set[asyncio.Future[Any]] = set()
 
@@ -88,7 +124,7 @@ class WorkerGroup:
     resources: dict[str, float]
 
 
-class CMLCluster(KeptCluster):
+class CMLCluster(SpecCluster):
     """A Dask cluster on CML worker sessions.
 
     The scheduler runs in a session of its own. Each worker session runs one or more Dask workers. The cluster
@@ -213,6 +249,9 @@ class CMLCluster(KeptCluster):
     3
     """
 
+    #: Whether this process becomes the keeper if there is none. Also whether the cluster is no orphan then.
+    takes_lease = True
+
     @checks_arguments
     def __init__(
         self,
@@ -295,20 +334,99 @@ class CMLCluster(KeptCluster):
         options = Options.read(**given).inheriting()
         if options.create_mode == "create":
             check_new(options)
-        self._forwarder: DashboardForwarder | None = None
-        self._close_lock = threading.RLock()
-        #: Whether the thread that has the lock closes.
-        self._closes = False
         self._shut_down_before_leave = False
         self._has_sessions_tab = False
         dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
         try:
-            super().__init__(options, given, quiet=quiet, **dask_arguments)
+            self._set_up(options, given, quiet, dask_arguments)
         except BaseException as error:  # also Ctrl-C must leave no session behind
-            self._end_failed_start(error)
+            if hasattr(self, "ending"):
+                self.ending.end_failed_constructor(error)
             if isinstance(error, (CMLError, KeyboardInterrupt)):
                 raise without_frames(error) from None
             raise
+
+    def _set_up(
+        self, options: Options, given: Mapping[str, Any], quiet: bool, dask_arguments: Mapping[str, Any]
+    ) -> None:
+        self.options = options
+        self._quiet = quiet
+        self.is_asynchronous = bool(dask_arguments.get("asynchronous"))
+        connects = options.create_mode == "connect"
+        self.api = WorkersAPI(_UNKNOWN if connects else load_platform(options.platform))
+        if not connects:
+            self.api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
+            for group in (options, *options.groups().values()):
+                self.api.check_options(group.launch_options)
+        self.place = Place(state_directory() / options.name)
+        self.groups = Groups(self, options, self.api, self.place)
+        self.woken = asyncio.Event()
+        self.sharing = self._share(given)
+        #: Why the cluster ends if this process shuts it down, for its history.
+        self.end_reason = f"closed by {self.sharing.who}"
+        self.processes = Processes(self)
+        self.launches = Launches(self, self.processes)
+        self.retirements = Retirements(self, self.processes)
+        self.demand = Demand(self)
+        self.messages = Messages(self, self.processes, self.demand)
+        self.stops = Stops(self)
+        self._own_view = View(self, self.processes, self.launches, self.retirements, self.messages)
+        self.adoption = Adoption(self, self.processes, self.launches, self._own_view)
+        self.losses = Losses(self, self.processes, self.launches, self.adoption)
+        self.start = Start(self, self.processes, self.launches)
+        self.ending = Ending(
+            self,
+            self.processes,
+            self.launches,
+            self.retirements,
+            self.stops,
+            self._own_view,
+            self.adoption,
+            self.demand,
+        )
+        self._begun = False
+        self.starting: asyncio.Task[None] | None = None
+        #: How many tasks wait for the start.
+        self._n_starting = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._steps: set[asyncio.Task[None]] = set()
+        #: Since when the scheduler has answered. None: it does not.
+        self._heard_since: float | None = None
+        self._lock = asyncio.Lock()
+        end_at_exit(self)
+        super().__init__(
+            scheduler=self._scheduler_spec(),
+            worker=self.groups.spec(DEFAULT_GROUP),
+            name=options.name,
+            shutdown_on_close=options.shutdown_on_close,
+            **dask_arguments,
+        )
+        self._name = type(self).__name__  # for Dask's repr, which would show the cluster's name twice
+        self._want_first()
+
+    def _share(self, given: Mapping[str, Any]) -> Alone:
+        """Return what shares this cluster with the other processes of the project.
+
+        `given` are the arguments, unchecked: a running cluster keeps its own options.
+        """
+        from dask_cml.sharing.sharing import Sharing  # the core works without it
+
+        return Sharing(self, given)
+
+    def _scheduler_spec(self) -> dict[str, Any]:
+        arguments = {"api": self.api, "options": self.options, "place": self.place}
+        return {"cls": CMLScheduler, "options": arguments}
+
+    def _want_first(self) -> None:
+        """Want the first workers of all groups."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.options.create_mode != "connect":
+            self.groups.resize(DEFAULT_GROUP, self.options.n_workers, ())
+            for name, options in self.options.groups().items():
+                self.groups.add(name, options)
+                self.groups.resize(name, options.n_workers, ())
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -414,7 +532,7 @@ class CMLCluster(KeptCluster):
         options = self.groups.options(worker_group)
         n = options.sessions_for(n, memory, cores)
         self._check_open(f"worker group {worker_group!r} not scaled")
-        if n > self.target(worker_group):
+        if n > self.view.target(worker_group):
             check_room("n", n, options.worker, self.groups.others(worker_group))
         caller = calling_adaptive()
         with self.groups.changing():
@@ -424,14 +542,10 @@ class CMLCluster(KeptCluster):
                 return NoOpAwaitable() if self.asynchronous else None
             if not self.is_remote:
                 self._resize(worker_group, n)
-                if caller is None:
-                    self._ask(worker_group, target=n, adapt=None)
-                return NoOpAwaitable() if self.asynchronous else None
-            change = self._outbox.add(is_awaited=True, groups={worker_group: {"target": n, "adapt": None}})
-        return self._write(change)
-
-    # SpecCluster.scale_up (spec.py:589) is its own `scale`.
-    scale_up = scale
+                if caller is not None:
+                    return NoOpAwaitable() if self.asynchronous else None
+            asked = self._asked(worker_group, target=n, adapt=None)
+        return self.sharing.wait(asked)
 
     async def scale_down(self, workers: Iterable[str]) -> None:
         """Close workers by their names, after moving their data to others.
@@ -442,21 +556,36 @@ class CMLCluster(KeptCluster):
             Names of sessions or of Dask workers.
         """
         # SpecCluster.scale_down (spec.py:571) is also what an Adaptive of another class calls.
-        caller, keeper = calling_adaptive(), self.keeper
+        caller = calling_adaptive()
         if caller is not None and caller is not self.groups.adaptive(DEFAULT_GROUP):  # stopped meanwhile
             return
-        if caller is not None and keeper is not None:
-            keeper.close_workers(workers)
+        if caller is not None and self.is_keeper:
+            self.processes.drop(workers)
             await self
         else:
             await super().scale_down(workers)
 
     def _resize(self, group: str, n: int) -> None:
         """Want `n` workers of a group here. The caller holds the lock of the groups."""
-        keeper = self.keeper
-        absent = [*reversed(self.groups.workers(group))] if keeper is None else keeper.absent(group)
+        absent = self.processes.absent(group) if self.is_keeper else [*reversed(self.groups.workers(group))]
         self.groups.resize(group, n, absent)
-        self._soon(self._correct_state)
+        self.soon(self._correct_state)
+
+    def _asked(self, group: str, **change: Any) -> Any:
+        """Note what a user asks for. The caller holds the lock of the groups."""
+        self.launches.begin_anew(group)
+        return self.sharing.asked(group, **change)
+
+    def soon(self, function: Callable[[], Any]) -> None:
+        """Call a function in the event loop.
+
+        Parameters
+        ----------
+        function : callable
+            The function. What it returns is dropped.
+        """
+        assert self.loop is not None
+        self.loop.add_callback(function)
 
     @checks_arguments
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
@@ -526,18 +655,19 @@ class CMLCluster(KeptCluster):
             is_remote = self.is_remote
             # In a remote, an Adaptive of another class scales as a user does.
             self.groups.adapt(worker_group, None if is_remote and is_cml_adaptive else adaptive)
+            asked = None
             if is_remote:
-                change = self._outbox.add(is_awaited=True, groups={worker_group: {"adapt": limits}})
+                asked = self._asked(worker_group, adapt=limits)
             else:
-                target = self.target(worker_group)
+                target = self.view.target(worker_group)
                 if is_cml_adaptive:
                     target = min(max(target, least), most)
                 self._resize(worker_group, target)
-                self._ask(worker_group, target=target, adapt=limits)
+                self._asked(worker_group, target=target, adapt=limits)
         if is_remote:
-            self._write(change)
-        elif isinstance(adaptive, CMLAdaptive) and self.keeper is not None:
-            self._soon(adaptive.begin)
+            self.sharing.wait(asked)
+        elif isinstance(adaptive, CMLAdaptive) and self.is_keeper:
+            self.soon(adaptive.begin)
         return adaptive
 
     def _bounds(self, group: str, minimum: Amounts, maximum: Amounts) -> tuple[int, int]:
@@ -556,6 +686,21 @@ class CMLCluster(KeptCluster):
             logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
         return least, int(most)
 
+    def stop_adapting(self, group: str) -> Any:
+        """Keep a group's number of sessions. In a remote's event loop, return an awaitable.
+
+        Parameters
+        ----------
+        group : str
+            The worker group.
+        """
+        with self.groups.changing():
+            self.groups.adapt(group, None)
+            if self.status not in (Status.created, Status.running) and not self.is_keeper:
+                return None
+            asked = self._asked(group, adapt=None)
+        return self.sharing.wait(asked)
+
     def _check_open(self, what: str) -> None:
         """Refuse what a cluster cannot do that is over, or whose options are not known yet.
 
@@ -564,10 +709,28 @@ class CMLCluster(KeptCluster):
         CMLError
             If it is closed, belongs to another process, or may be one that runs already.
         """
-        if self.is_forks_copy or self.status not in (Status.created, Status.running):
-            self._check_running(what)
-        if self.status == Status.created and self.keeper is None and self.options.create_mode != "create":
+        if self.ending.is_forks_copy or self.status not in (Status.created, Status.running):
+            self.check_running(what)
+        if self.status == Status.created and not self.is_keeper and self.options.create_mode != "create":
             raise CMLError(f"{what}: cluster {self.options.name} is not connected yet, await it first")
+
+    def check_running(self, what: str) -> None:
+        """Refuse what a cluster cannot do that does not run.
+
+        Parameters
+        ----------
+        what : str
+            What it cannot do, as a clause.
+
+        Raises
+        ------
+        CMLError
+            If it does not run.
+        """
+        if self.status != Status.running or self.ending.is_forks_copy:
+            status = "of another process" if self.ending.is_forks_copy else self.status.name
+            why = f": {self.sharing.end}" if self.sharing.end else ""
+            raise CMLError(f"{what}: cluster {self.options.name} is {status}{why}")
 
     def _new_worker_name(self, worker_number: int) -> str:
         # SpecCluster._new_worker_name (spec.py:541) is the number alone, which all clusters would share.
@@ -667,10 +830,17 @@ class CMLCluster(KeptCluster):
         }
         options = self.options.of_group(given)
         group_name("name", name)
-        self._check_running(f"worker group {name!r} not added")
-        self._api.check_options(options.launch_options)
+        self.check_running(f"worker group {name!r} not added")
+        self.api.check_options(options.launch_options)
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
+
+    async def _add_group(self, name: str, options: Options) -> None:
+        self.check_running(f"worker group {name!r} not added")
+        if name in self.groups:
+            raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
+        await self.sharing.add_group(name, options)
+        await self._correct_state()
 
     @checks_arguments
     def delete_worker_group(self, name: str) -> Any:
@@ -693,12 +863,565 @@ class CMLCluster(KeptCluster):
         """
         return self.sync(self._delete_group, name)
 
+    async def _delete_group(self, name: str) -> None:
+        self.check_running(f"worker group {name!r} not deleted")
+        if name == DEFAULT_GROUP or name not in self.groups:
+            raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
+        workers = {*self.view.workers_of(name)}
+        await self.sharing.delete_group(name)
+        await self._correct_state()
+        deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
+
+        def left() -> list[str]:
+            left = [worker for worker in self.view.workers_of(name) if worker in workers]
+            if left:
+                self.check_running(f"{deleted} {', '.join(left)} not stopped")
+            return left
+
+        if not_stopped := await self.ending.wait_until_done(left):
+            names = ", ".join(not_stopped)
+            if {*not_stopped} <= {*self.view.staying}:
+                until = "until other workers can take their data: cluster.scale(n) launches some"
+                raise CMLError(f"{deleted} {names} stay {until}")
+            raise CMLError(f"{deleted} {names} not stopped yet: {self.ending.why_not_done}")
+
+    # -- the step
+
+    def _correct_state(self) -> asyncio.Task[None]:
+        """Take a step soon, and return a task that waits for its end.
+
+        SpecCluster._correct_state (spec.py:343) returns the step itself, so a cancelled caller cancels the
+        others, as does the end of the cluster.
+        """
+        step = self._correct_state_waiting
+        if step is None:
+            step = self._correct_state_waiting = asyncio.create_task(self._correct_state_internal())
+            self._steps.add(step)
+            step.add_done_callback(self._steps.discard)
+        return asyncio.create_task(end_of(step))
+
+    async def _correct_state_internal(self) -> None:
+        """Take a step: make the sessions what ``worker_spec`` says, as far as the platform allows it now.
+
+        SpecCluster._correct_state_internal (spec.py:352) retires workers by their names as addresses (359),
+        waits for every launch and end (365, 389), and keeps what was refused as if it ran (390).
+        """
+        self._correct_state_waiting = None
+        if self.starting is None or not self.starting.done():  # the start launches all
+            return
+        async with self._lock:
+            if self.status != Status.running and not self.ending.finishes:
+                return
+            if not self.is_keeper:
+                await self.sharing.step()
+                return
+            self.note_changes_by_hand()
+            if not self.keeps:
+                return
+            for group in self.groups.names:
+                if excess := self.groups.excess(group):
+                    self.groups.close(group, await self.retirements.choose(group, excess))
+            await self._stop_unwanted(await self._retire_unwanted())
+            await self.launch_missing()
+            await self.sharing.stepped()
+
+    def note_changes_by_hand(self) -> None:
+        """Note what a user has changed in ``worker_spec``, as a subclass of SpecCluster may."""
+        with self.groups.changing():
+            closed, new = self.groups.take_changes_by_hand()
+            for group in {*closed.values(), *new.values()}:
+                if group in self.groups:
+                    self._asked(group, target=self.groups.target(group), own=self.groups.own(group))
+            self.groups.given(new)
+
+    async def _retire_unwanted(self) -> list[CMLWorker]:
+        """Let workers that are not in ``worker_spec`` move their data. Return those without any."""
+        await self.processes.close_others(
+            [name for name in self.processes.others if name not in self.worker_spec]
+        )
+        connected = connected_names(self)
+        unwanted = [worker for worker in self.processes.workers() if worker.name not in self.worker_spec]
+        holding = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
+        await self.retirements.retire([worker for worker in holding if self.retirements.may_retire(worker)])
+        held = {worker.name for worker in holding}
+        return [worker for worker in unwanted if worker.retired or worker.name not in held]
+
+    async def _stop_unwanted(self, retired: Sequence[CMLWorker]) -> None:
+        """Stop the sessions of retired workers, and those without a worker."""
+        ids = {str(worker.session_id) for worker in retired}
+        await self.adoption.find_sessions()
+        if not self.keeps:  # another process may use these workers by now
+            return
+        to_stop = self._own_view.unused.keys() | (ids & {*self.api.live})
+        if not to_stop:
+            self.api.settle("stop")
+        await self.stops.start(to_stop)
+        await self.sharing.note(self.processes.launched)
+        for worker in [worker for worker in retired if worker.session_id not in self.api.live]:
+            # With scale(0), the last worker is connected until its session has ended.
+            with contextlib.suppress(*NO_ANSWER, CMLError):
+                await drop(self, worker.dask_names)
+            self.workers.pop(worker.name, None)
+            await worker.close()
+            self.sharing.event("stopped", worker.name)
+
+    async def launch_missing(self) -> None:
+        """Launch the wanted workers that have no session, as far as their groups' backoffs allow it."""
+        ready = self.launches.ready
+        if ready:
+            await self.launches.start(ready)
+        elif not self.launches.under_way:
+            self.api.settle("launch")
+
+    async def launch_worker(self, name: str) -> None:
+        """Launch the session of a wanted worker, as its spec says: :meth:`CMLWorker.start` does.
+
+        Parameters
+        ----------
+        name : str
+            Its name in ``worker_spec``.
+
+        Raises
+        ------
+        CMLError
+            If the platform refuses the launch, or does not answer.
+        """
+        worker = self.make_worker(name, self.worker_spec[name])
+        await worker
+        if name not in self.workers:  # else its session was found meanwhile
+            await self.attach(name, worker)
+            self.sharing.event("launched", name)
+
+    def make_worker(self, name: str, spec: Mapping[str, Any]) -> Any:
+        """Return a worker of a spec that is not launched yet. A subclass may use any class.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        spec : mapping
+            Its spec, in the form of SpecCluster.
+        """
+        self.groups.given([name])
+        address = None if self.scheduler is None else self.scheduler.address
+        cls, arguments = class_of(spec), {"name": name, **spec.get("options", {})}
+        if isinstance(cls, type) and issubclass(cls, CMLWorker):
+            arguments["worker_group"] = spec.get("worker_group", DEFAULT_GROUP)
+        return cls(address, **arguments)
+
+    async def attach(self, name: str, worker: Any) -> None:
+        """Enter a launched worker into the cluster.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        worker : ProcessInterface
+            The worker.
+        """
+        self.workers[name] = worker
+        self._created.add(worker)
+        worker._cluster = ref(self)  # as SpecCluster does
+        if isinstance(worker, CMLProcess):  # a subclass may use any class
+            await self.sharing.launched(worker)
+
+    # -- the look
+
+    def begin_looking(self) -> None:
+        """Look at the sessions and adapt from now on."""
+        self.groups.begin_adapting()
+        self._looking = asyncio.create_task(self._look_for_ever())
+
+    async def stop_looking(self) -> None:
+        """Cancel the looks, the steps and the launches of this process."""
+        self._correct_state_waiting = None  # a step that is cancelled before it begins does not do it
+        await cancel(self._looking, *self._steps)
+        await self.launches.stop()
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            self.woken.clear()
+            await self._look()
+            starting = any(
+                worker.waits_for is None and not worker.is_known_to_run for worker in self.processes.wanted()
+            )
+            interval = timing.starting_look if starting else timing.look
+            await wait_until_set(self.woken, min(interval, self.launches.pause))
+
+    async def _look(self) -> None:
+        """Find lost workers and replace them in ``worker_spec``. Then take a step."""
+        if not self.sharing.is_connected:
+            self._heard_since = None
+            return
+        self._heard_since = self._heard_since or time.monotonic()
+        try:
+            # While the platform lists no sessions, no loss is known. Everything else goes on.
+            with contextlib.suppress(CallFailed):  # tell_outage says it once
+                await self.losses.replace(await self.losses.find(self._heard_since))
+            used = {str(process.session_id) for process in self.processes.launched}
+            await self.sharing.look(used | self.stops.under_way)
+            await self._correct_state()
+            self.losses.note_states()
+            await self.messages.tell()
+            await self.sharing.stepped()
+            self.messages.failure = None
+        except CallFailed:
+            pass  # tell_outage does it once
+        except asyncio.TimeoutError as error:  # it may be busy for a moment: if that lasts, Failover says so
+            logger.info("Scheduler of cluster %s not asked: %s", self.options.name, error)
+        except (*NO_ANSWER, CMLError, ValueError) as error:
+            logger.warning("Cannot manage cluster %s: %s", self.options.name, str(error) or repr(error))
+        except Exception as error:
+            if self.messages.failure is None:
+                logger.exception("Cannot manage cluster %s", self.options.name)
+            self.messages.failure = f"cannot manage the cluster: {error!r}"
+        await self.messages.tell_outage()
+
+    # -- start
+
+    async def __aenter__(self) -> Any:
+        # SpecCluster.__aenter__ (spec.py:478) asserts that it runs. Another process may have shut it down.
+        try:
+            await self
+            self.check_running("not connected")
+        except (Exception, asyncio.CancelledError):
+            await self._close()
+            raise
+        return self
+
+    async def _start(self) -> None:
+        """Create the cluster or connect to it. Return when its scheduler answers.
+
+        SpecCluster._start (spec.py:304) launches the workers after the scheduler has answered, turns every
+        error into a RuntimeError, and lets a second caller poll.
+        """
+        if self.status not in (Status.created, Status.running):
+            raise CMLError(f"cluster {self.options.name} is closed")
+        if self.starting is None:
+            self.starting = asyncio.create_task(self._start_once())
+        self._n_starting += 1
+        try:
+            await asyncio.wait([self.starting])  # which a cancelled caller does not cancel
+            self.starting.result()
+        except asyncio.CancelledError:
+            closed_meanwhile = self.ending.has_begun
+            if self._n_starting > 1 and not closed_meanwhile:  # another task still waits
+                raise
+            if not closed_meanwhile:
+                self.ending.note_interrupt()
+            await self.ending.end_failed_start()
+            if closed_meanwhile:
+                raise CMLError(f"cluster {self.options.name} was closed while it started") from None
+            if self.is_asynchronous:  # otherwise, the interrupted constructor says it
+                self.ending.say_interrupted()
+            raise
+        except GeneratorExit:  # the event loop has ended, so nothing can be awaited; end_now() stops sessions
+            raise
+        except BaseException as error:
+            self.end_reason = f"it did not start: {error}"
+            await self.ending.end_failed_start()
+            if isinstance(error, LaunchRefused):
+                # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
+                await self.api.wait_for_stopped()
+            if isinstance(error, CMLError):
+                raise without_frames(error) from None
+            raise
+        finally:
+            self._n_starting -= 1
+
+    async def _start_once(self) -> None:
+        if self.options.forward_dashboard:
+            await self.sharing.forward_dashboard()
+        self.quiet = self._quiet
+        self._want_first()
+        async with self._lock:
+            creates = await self.sharing.open()
+            if creates:
+                await self._create()
+        if not creates:
+            await self.sharing.follow()
+        await asyncio.to_thread(output.flush)
+
+    def move(self, place: Place) -> None:
+        """Use another scheduler, or other keys, from now on.
+
+        Parameters
+        ----------
+        place : Place
+            The folder, the keys and the number of the scheduler.
+        """
+        self.place = place
+        self.security = place.security or Security()
+        self.groups.move(place)
+        self.scheduler_spec["options"]["place"] = place
+
+    def take_options(self, options: Options) -> None:
+        """Take the options of the running cluster to which this object connects.
+
+        Parameters
+        ----------
+        options : Options
+            The options.
+        """
+        self.options = options
+        # What a user wanted of a cluster that was not created does not apply to the running cluster.
+        self.groups.stop_adapting()
+        self.worker_spec.clear()
+        self.api = WorkersAPI(load_platform(options.platform))
+        self.groups = Groups(self, options, self.api, self.place)
+        # A subclass may have chosen other classes.
+        self.scheduler_spec = {**self._scheduler_spec(), "cls": self.scheduler_spec["cls"]}
+        self.new_spec = {**self.groups.spec(DEFAULT_GROUP), "cls": self.new_spec["cls"]}
+
+    async def _create(self) -> None:
+        """Launch the scheduler and all workers at once."""
+        options = self.options
+        try:
+            await self.start.run(strict=True, display=not self._quiet)
+        except LaunchRefused as error:
+            raise LaunchRefused(error.name, error.reason, error.by, _WAY_OUT) from None
+        self.begin_looking()
+        if not any(self.view.target(group) or self.view.limits(group) for group in self.groups.names):
+            self.tell(f"Cluster {options.name} has no workers yet: call cluster.scale(n) or cluster.adapt()")
+        if limits_of_session := here.session_limits():
+            self.tell(limits_of_session)
+        if not options.shutdown_on_close:
+            self.tell(here.lifetime(options.name, options.idle_timeout))
+
+    # -- the connection to the scheduler
+
+    async def connect(self, address: str) -> None:
+        """Talk to the scheduler at an address from now on.
+
+        Parameters
+        ----------
+        address : str
+            The address.
+        """
+        connection_args = await asyncio.to_thread(tls.connection_args, self.place.security, address)
+        if self.scheduler_comm is not None:
+            with contextlib.suppress(Exception):
+                await within(timing.retry, self.scheduler_comm.close_rpc())
+        self.scheduler_comm = rpc(address, connection_args=connection_args)
+        for callback in self.periodic_callbacks.values():
+            callback.start()
+        self._note_running()
+
+    async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
+        """Call a handler of the scheduler, see :func:`dask_cml.rpc.ask`. Default limit: ``timing.answer``.
+
+        Parameters
+        ----------
+        op : str
+            The name of the handler.
+        timeout : float, optional
+            Time limit in seconds.
+        **arguments
+            The arguments of the handler.
+        """
+        if self.scheduler_comm is None:
+            raise OSError("the scheduler has no address yet")
+        limit = timing.answer if timeout is None else timeout
+        comm = self.scheduler_comm
+        return await ask(comm.address, comm.connection_args, op, limit, **arguments)
+
+    def _note_running(self) -> None:
+        """Note that the cluster runs, unless it is closing already."""
+        self.status = Status.closing if self.ending.has_begun else Status.running
+
+    @property
+    def is_subscribed(self) -> bool:
+        """Whether the scheduler describes its workers to this process."""
+        return self._watch_worker_status_task is not None and not self._watch_worker_status_task.done()
+
+    async def subscribe(self) -> None:
+        """Follow the scheduler's workers by Cluster._start (cluster.py:123), within a time limit.
+
+        The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
+        """
+        await self.unsubscribe()
+        await within(timing.answer, self._start_dask())
+
+    async def _start_dask(self) -> None:
+        await super(SpecCluster, self)._start()
+        workers = with_numbers(self.scheduler_info["workers"])
+        self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": workers})
+        self._note_running()  # Cluster._start says so of an object that is closing, too
+
+    async def unsubscribe(self) -> None:
+        """Follow the scheduler's workers no more."""
+        if self._watch_worker_status_comm is not None:
+            self._watch_worker_status_comm.abort()
+        await cancel(self._watch_worker_status_task, self._sync_cluster_info_task)
+        self._watch_worker_status_comm = self._watch_worker_status_task = None
+        self._sync_cluster_info_task = None
+
+    def forget_workers(self) -> None:
+        """Know of no Dask worker, because their scheduler is gone."""
+        self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": {}, "n_workers": 0})
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
+        # and keeps its spec. The keeper finds out why a session's worker is gone, and replaces it.
+        names = []
+        if op == "add":
+            msg = {**msg, "workers": with_numbers(msg["workers"])}
+            names = [str(info["name"]) for info in msg["workers"].values()]
+        gone = self.scheduler_info["workers"].get(msg) if op == "remove" else None
+        if gone is not None and not isinstance(self.workers.get(gone["name"]), (CMLWorker, type(None))):
+            super()._update_worker_status(op, msg)  # of a subclass
+        elif gone is not None or op != "remove":
+            super(SpecCluster, self)._update_worker_status(op, msg)
+        if self.is_keeper:
+            self.losses.note_connected(names)
+            if op == "remove":
+                self.woken.set()
+
+    async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
+        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost, and asks a lost one for
+        # Dask's long connect timeout. Another scheduler replaces it.
+        deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
+        what, time_left = f"{n_workers} workers not connected", timeout
+        while True:
+            if self.sharing.is_connected:
+                try:
+                    await super()._wait_for_workers(n_workers, time_left)
+                    return
+                except TimeoutError:  # which is an OSError, too
+                    raise
+                except OSError:
+                    logger.debug("Scheduler of cluster %s lost while %s", self.options.name, what)
+            self.check_running(what)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} within {timeout} s: the scheduler does not answer")
+            await asyncio.sleep(timing.collect)
+            if timeout is not None:
+                time_left = max(0.01, deadline - time.monotonic())
+
+    # -- end
+
+    def close(self, timeout: float | None = None) -> Any:
+        """Shut the cluster down: stop all sessions, unless it was created with ``shutdown_on_close=False``.
+
+        This also shuts down a cluster from :meth:`from_name`. To keep it running, call :meth:`leave`.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum time to wait, in seconds. Default: unlimited.
+
+        Raises
+        ------
+        CMLError
+            If CML did not stop some sessions. The message names them. With ``shutdown_on_close=False``, also
+            as in :meth:`leave`.
+        """
+        # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
+        # without words after a RuntimeError, as those of this package.
+        is_to_end = self.shutdown_on_close or self.sharing.connects or self._shut_down_before_leave
+        return self.ending.end_from_outside(
+            How.SHUT_DOWN if is_to_end and self.status != Status.closed else How.LEAVE, timeout
+        )
+
+    def leave(self) -> Any:
+        """Close this object only. The scheduler and the workers keep running.
+
+        If this process keeps the cluster, it first carries out the last change, such as ``scale(0)``. It
+        waits as long as sessions are launched or stopped, or move their data.
+
+        Raises
+        ------
+        CMLError
+            If the last change is not carried out. The message names the sessions and the next command.
+
+        Examples
+        --------
+        >>> CMLCluster.from_name("mine").leave()
+        """
+        self._shut_down_before_leave |= self.shutdown_on_close  # for a close() before this has finished
+        self.shutdown_on_close = False  # also at the end of the ``with`` block
+        return self.ending.end_from_outside(How.LEAVE)
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        self.ending.note_error(error)
+        self.ending.end_from_outside(self.ending.usual_how)
+
+    def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a coroutine function. Remove the event loop's frames from errors of the platform."""
+        try:
+            return super().sync(func, *args, **kwargs)
+        except CMLError as error:
+            raise without_frames(error) from None
+
+    async def _close(self) -> None:
+        """Close this object, as at the end of an ``async with`` block.
+
+        SpecCluster._close (spec.py:438) retires all workers, and asserts that all have ended. Without a
+        scheduler, that waits for ever.
+        """
+        self.ending.note_error(sys.exc_info()[1])  # of the block
+        await self.ending.end(self.ending.usual_how)
+
+    async def close_dask(self) -> None:
+        """Close what Dask's classes have opened, by their own code."""
+        await self.sharing.close_dashboard()  # before Dask's code says that the cluster is closed
+        await self.unsubscribe()
+        self.worker_spec.clear()
+        if self.is_keeper:
+            await self.processes.close_others(self.processes.others)
+        if isinstance(self.scheduler, CMLScheduler):
+            self.scheduler.status = Status.closed
+        for worker in [*self.workers.values()]:
+            worker.status = Status.closed
+        self.workers.clear()
+        self.forget_workers()
+        self.sharing.forget()
+        # With this status, SpecCluster._close (spec.py:438) does only its last steps.
+        self.status = Status.closing_gracefully
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(timing.retry, super()._close())
+        self.status = Status.closed
+        for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
+            callback.callback()
+
     # -- what the cluster is
 
     @property
     def is_remote(self) -> bool:
         """Whether another process keeps the cluster, so that this one writes on its board."""
-        return self.keeper is None and self.status == Status.running
+        return self.sharing.role is Role.FOLLOWER and self.status == Status.running
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this process launches and stops the cluster's sessions."""
+        return self.sharing.role is Role.KEEPER
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this process is the keeper, and may act: no other process can be the keeper by now."""
+        return self.sharing.keeps
+
+    @property
+    def record(self) -> Any:
+        """The cluster's record. None before the cluster is created or found."""
+        return self.sharing.record
+
+    @property
+    def view(self) -> View:
+        """What this process knows of the sessions, or has heard of them from the keeper."""
+        return self.sharing.view or self._own_view
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        return self.view.sessions
+
+    @property
+    def problem(self) -> str | None:
+        """The present problem, as a clause. None if there is none."""
+        if self.status == Status.running and self.sharing.problem:
+            return self.sharing.problem
+        return self.sharing.end or self.view.problem or self.sharing.workers_problem
 
     @property
     def worker_groups(self) -> dict[str, WorkerGroup]:
@@ -714,8 +1437,8 @@ class CMLCluster(KeptCluster):
             options = self.groups.options(name)
             groups[name] = WorkerGroup(
                 name=name,
-                n_workers=self.target(name),
-                n_arrived=len(self.arrived(name)),
+                n_workers=self.view.target(name),
+                n_arrived=len(self.view.arrived(name)),
                 size=options.worker,
                 nthreads=options.nthreads,
                 processes=options.processes,
@@ -726,10 +1449,9 @@ class CMLCluster(KeptCluster):
     @property
     def scheduler_address(self) -> str:
         """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by it."""
-        if self._remote.address is None or self.status == Status.closed:
+        if self.scheduler_comm is None or self.status == Status.closed:
             return "<Not Connected>"
-        has_keys = self.place.security is not None
-        return cluster_address(self.options.name) if has_keys else self._remote.address
+        return self.sharing.address or str(self.scheduler_comm.address)
 
     @property
     def has_dashboard(self) -> bool:
@@ -742,23 +1464,12 @@ class CMLCluster(KeptCluster):
         """The URL of the scheduler's dashboard. Empty without one, or if another program has its port."""
         if self.scheduler is None or not self.has_dashboard:
             return ""
-        if self._forwarder is not None:
-            return self._forwarder.link
-        if not self._remote.board.serves_dashboard:
-            return ""
+        link = self.sharing.dashboard_link
+        if link is not None:
+            return link
         session = self.scheduler.session
-        url = web_link((session and session.app_url) or self._remote.board.app_url)
+        url = web_link(session and session.app_url)
         return f"{url.rstrip('/')}/status" if url else ""
-
-    async def open_dashboard(self) -> Comm:
-        """Open a comm on which the scheduler serves its dashboard.
-
-        Raises
-        ------
-        OSError
-            If the scheduler does not accept the connection, or has no dashboard.
-        """
-        return await open_comm(str(self._remote.address), self._remote.connection_args)
 
     @checks_arguments
     def get_logs(
@@ -799,19 +1510,15 @@ class CMLCluster(KeptCluster):
             if isinstance(value, str):
                 expected = f"True or False; for the log of a worker, pass workers=[{value!r}]"
                 raise TypeError(message(argument, value, expected))
-        return self.sync(self._get_logs, cluster, scheduler, workers)
+        return self.sync(self._read_logs, cluster, scheduler, workers)
 
-    async def _get_logs(
-        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
-    ) -> Logs:
+    async def _read_logs(self, cluster: bool, scheduler: bool, workers: bool | Iterable[str]) -> Logs:
         own = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
         names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
         if not isinstance(workers, bool):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
-        logs = SessionLogs(self.options.name, log_folder(self.place.folder, self.options.log_directory))
-        if self.status == Status.closed and self.record is not None and not self.options.log_directory:
-            logs = kept_logs(self.record)
+        logs = self.sharing.logs()
         launched = [session.name for session in self.sessions if session.role == "worker"]
         read = await asyncio.to_thread(logs.read, scheduler, workers, launched)
         return EscapedLogs({name: Log("\n".join(lines)) for name, lines in (own | read).items()})
@@ -843,17 +1550,12 @@ class CMLCluster(KeptCluster):
         default           ...
         total             ...
         """
-        return asyncio.to_thread(self._read_usage) if self.asynchronous else self._read_usage()
-
-    def _read_usage(self) -> Usage:
-        if self._usage is not None:
-            return self._usage
-        return usage_of(store.read_again(self.record or self.new_record), time.time())
+        return asyncio.to_thread(self.sharing.usage) if self.asynchronous else self.sharing.usage()
 
     @property
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
-        return max(0, sum(self.target(group) for group in self.groups.names) - len(self.arrived()))
+        return max(0, sum(self.view.target(group) for group in self.groups.names) - len(self.view.arrived()))
 
     def __repr__(self) -> str:
         description = describe(self)
@@ -891,7 +1593,7 @@ class CMLCluster(KeptCluster):
 
     def _scaling_status(self) -> str:
         # Cluster._scaling_status (cluster.py:367) looks at an object that only the process has that adapts.
-        adaptive = SimpleNamespace(periodic_callback=self.limits() is not None)
+        adaptive = SimpleNamespace(periodic_callback=self.view.limits() is not None)
         shown = {
             "_adaptive": adaptive,
             "scheduler_info": self.scheduler_info,
@@ -940,7 +1642,7 @@ class CMLCluster(KeptCluster):
         for cluster in [*SpecCluster._instances]:
             if not isinstance(cluster, cls) or not cluster.takes_lease:  # a web UI only shows clusters
                 continue
-            if cluster._starting is not None and cluster.status != Status.closed:
+            if cluster.starting is not None and cluster.status != Status.closed:
                 clusters.append(cluster)
         return clusters
 
@@ -957,10 +1659,10 @@ class CMLCluster(KeptCluster):
         ...
         """
         place = self.place
-        if self.record is None:  # plans need only the paths of the keys, so no file is written
+        if self.starting is None:  # plans need only the paths of the keys, so no file is written
             security, _ = tls.as_files(self.options.security, place.folder)
             place = replace(place, security=security)
-        plans = [CMLScheduler(self._api, self.options, place).plan]
+        plans = [CMLScheduler(self.api, self.options, place).plan]
         address = None if self.scheduler is None else self.scheduler.address
         for group in self.groups.names:
             [name] = self.groups.new(group)
@@ -987,135 +1689,37 @@ class CMLCluster(KeptCluster):
             "client = Client(cluster)"
         )
 
-    # -- start and end
+    # -- words
 
-    async def _start_once(self) -> None:
-        if self.options.forward_dashboard and self._forwarder is None:
-            self._forwarder = DashboardForwarder(lambda: self.open_dashboard())
-        await super()._start_once()
+    def tell(self, text: str) -> None:
+        """Tell the user a line, and keep it for :meth:`get_logs`.
 
-    def _end_failed_start(self, error: BaseException) -> None:
-        """Stop what a failed constructor has launched. Log an error, which must not replace the first."""
-        if not hasattr(self, "_loop_runner"):  # Dask's classes have refused an argument
-            no_longer_end_at_exit(self)
-            return
-        if isinstance(error, KeyboardInterrupt):
-            self.note_interrupt()
-        try:
-            self._end(shutdown=not self._connects)
-        except Exception as failed:  # also of Dask's code
-            logger.error("Cluster %s not closed properly: %s", self.options.name, failed or repr(failed))
-        if isinstance(error, KeyboardInterrupt):
-            self._say_interrupted()
-
-    async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost, and asks a lost one for
-        # Dask's long connect timeout. Another scheduler replaces it.
-        deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
-        what, time_left = f"{n_workers} workers not connected", timeout
-        while True:
-            if self._remote.connected:
-                try:
-                    await super()._wait_for_workers(n_workers, time_left)
-                    return
-                except TimeoutError:  # which is an OSError, too
-                    raise
-                except OSError:
-                    logger.debug("Scheduler of cluster %s lost while %s", self.options.name, what)
-            self._check_running(what)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} within {timeout} s: the scheduler does not answer")
-            await asyncio.sleep(timing.collect)
-            if timeout is not None:
-                time_left = max(0.01, deadline - time.monotonic())
-
-    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
-        self.note_error(error)
-        self._end(shutdown=self.shutdown_on_close)
-
-    def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a coroutine function. Remove the event loop's frames from errors of the platform."""
-        try:
-            return super().sync(func, *args, **kwargs)
-        except CMLError as error:
-            raise without_frames(error) from None
-
-    # -- end
-
-    def close(self, timeout: float | None = None) -> Any:
-        """Shut the cluster down: stop all sessions, unless it was created with ``shutdown_on_close=False``.
-
-        This also shuts down a cluster from :meth:`from_name`. To keep it running, call :meth:`leave`.
+        Cluster._log (cluster.py:281) prints in the event loop, which a blocked or closed output would stop.
 
         Parameters
         ----------
-        timeout : float, optional
-            Maximum time to wait, in seconds. Default: unlimited.
-
-        Raises
-        ------
-        CMLError
-            If CML did not stop some sessions. The message names them. With ``shutdown_on_close=False``, also
-            as in :meth:`leave`.
+        text : str
+            The line.
         """
-        # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
-        # without words after a RuntimeError, as those of this package.
-        is_to_end = self.shutdown_on_close or self._connects or self._shut_down_before_leave
-        return self._end(timeout, shutdown=is_to_end and self.status != Status.closed)
+        now, text = datetime.now(), printable_lines(text)
+        self._cluster_manager_logs.append((now, text))
+        if not self.quiet:
+            output.say(text)
+        if self.is_keeper:
+            self.write_log(now, text)
 
-    def leave(self) -> Any:
-        """Close this object only. The scheduler and the workers keep running.
+    def write_log(self, now: datetime, text: str) -> None:
+        """Write into the cluster's own log, for other processes and for the time after its end.
 
-        If this process keeps the cluster, it first carries out the last change, such as ``scale(0)``. It
-        waits as long as sessions are launched or stopped, or move their data.
-
-        Raises
-        ------
-        CMLError
-            If the last change is not carried out. The message names the sessions and the next command.
-
-        Examples
-        --------
-        >>> CMLCluster.from_name("mine").leave()
+        Parameters
+        ----------
+        now : datetime
+            The time of the line.
+        text : str
+            The line, or several.
         """
-        self._shut_down_before_leave |= self.shutdown_on_close  # for a close() before this has finished
-        self.shutdown_on_close = False  # also at the end of the ``with`` block
-        return self._end(shutdown=False)
-
-    def _end(self, timeout: float | None = None, *, shutdown: bool) -> Any:
-        if self.asynchronous:
-            return self.sync(self._close, shutdown, callback_timeout=timeout)
-        if self.is_forks_copy:
-            return None
-        # A second thread would wait for a loop that the first thread has stopped.
-        if not self._close_lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise TimeoutError(
-                f"cluster {self.options.name} not closed within {timeout:g} s by another thread"
-            )
-        # A signal handler of the program may interrupt this thread while it closes, and close, too.
-        is_nested, self._closes = self._closes, True
-        try:
-            if is_nested and self.status == Status.closed:
-                return None
-            if self._loop_runs:
-                self.sync(self._close, shutdown, callback_timeout=timeout)
-            else:
-                self._close_without_loop(shutdown)
-        finally:
-            if not is_nested and self.status == Status.closed:  # an interrupted call still needs the loop
-                self._loop_runner.stop()
-            self._closes = is_nested
-            self._close_lock.release()
-        return None
-
-    @property
-    def _loop_runs(self) -> bool:
-        return self.loop is not None and self.loop.asyncio_loop.is_running()  # type: ignore[attr-defined]
-
-    async def _close_dask(self) -> None:
-        if self._forwarder is not None:  # before Dask's code says that the cluster is closed
-            await self._forwarder.close()
-        await super()._close_dask()
+        path = log_path(OWN, self.place.folder, self.options.log_directory)
+        output.write(lambda: LogFile(str(path)).write(f"{now:%Y-%m-%d %H:%M:%S} - {text}\n".encode()))
 
 
 def close_all() -> None:

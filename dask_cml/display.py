@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -106,9 +106,9 @@ class Description:
 
 def describe(cluster: Any) -> Description:
     """Describe a cluster for users."""
-    board = cluster.board
-    age, most_age = board.age / 3600, board.most_age / 3600
-    waits = cluster.waits()
+    age, most_age = (seconds / 3600 for seconds in cluster.sharing.age)
+    idle_since = cluster.sharing.idle_since
+    waits = cluster.view.waits()
     n_pending = cluster.n_pending - len(waits)
     pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(waits)]
     return Description(
@@ -118,26 +118,26 @@ def describe(cluster: Any) -> Description:
         pending=", ".join(filter(None, pending)),
         problem=cluster.problem,
         adapts=_adapts_words(cluster),
-        idle="" if board.idle_since is None else idle(time.time() - board.idle_since),
+        idle="" if idle_since is None else idle(time.time() - idle_since),
     )
 
 
 def _adapts_words(cluster: Any) -> str:
-    limits = cluster.limits()
+    limits = cluster.view.limits()
     return adapts(limits["minimum"], limits["maximum"]) if limits else ""
 
 
 def _status_words(cluster: Any) -> str:
-    if cluster.status == Status.running and not cluster.is_connected:
+    if cluster.status == Status.running and not cluster.sharing.is_connected:
         return "not connected to the scheduler"
     if cluster.status == Status.created:
-        return "created" if cluster._starting is None else "starting"
-    if cluster.status != Status.closed or cluster._lasted is None:
+        return "created" if cluster.starting is None else "starting"
+    if cluster.status != Status.closed or cluster.sharing.lasted is None:
         return str(cluster.status.name)
-    used = cluster._read_usage().total
+    used = cluster.sharing.usage().total
     noun = "session" if used.sessions == 1 else "sessions"
     hours = f"{used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
-    return f"closed after {format_duration(cluster._lasted)}; {hours}"
+    return f"closed after {format_duration(cluster.sharing.lasted)}; {hours}"
 
 
 def _scheduler_words(cluster: Any) -> str:
@@ -147,7 +147,7 @@ def _scheduler_words(cluster: Any) -> str:
     [session] = sessions
     if session.waits_for is not None:
         return f"scheduler {waiting(session.waits_for)}"
-    if not cluster.place.number or not cluster.is_connected:
+    if not cluster.place.number or not cluster.sharing.is_connected:
         return ""
     return f"scheduler restarted {format_duration(session.age)} ago"
 
@@ -161,8 +161,12 @@ class StartDisplay:
     ----------
     name : str
         The cluster's name.
-    processes : collection of CMLProcess
-        The scheduler, and the workers launched with it.
+    scheduler : CMLProcess
+        The scheduler.
+    names : collection of str
+        The names of the workers that are launched with it.
+    workers : mapping
+        The workers that are launched, by their names.
     connected : callable
         Returns the names of the sessions whose Dask workers are connected.
 
@@ -173,11 +177,16 @@ class StartDisplay:
     """
 
     def __init__(
-        self, name: str, processes: Collection[CMLProcess], connected: Callable[[], Collection[str]]
+        self,
+        name: str,
+        scheduler: CMLProcess,
+        names: Collection[str],
+        workers: Mapping[str, Any],
+        connected: Callable[[], Collection[str]],
     ) -> None:
         self.notice = ""
         self._name = name
-        self._processes = processes
+        self._scheduler, self._names, self._workers = scheduler, names, workers
         self._connected = connected
         self._started = time.monotonic()
         self._ran_after: dict[str, float] = {}
@@ -207,21 +216,22 @@ class StartDisplay:
 
     def rows(self) -> list[Row]:
         """Return a row for each session, the scheduler's first. The last row counts further sessions."""
-        processes = [*self._processes]
-        n = _MOST_ROWS if len(processes) <= _MOST_ROWS else _MOST_ROWS - 1
+        sessions: list[tuple[str, Any]] = [(self._scheduler.name, self._scheduler)]
+        sessions += [(name, self._workers.get(name)) for name in self._names]
+        n = _MOST_ROWS if len(sessions) <= _MOST_ROWS else _MOST_ROWS - 1
         connected = self._connected()
-        rows = [self._row(process, connected) for process in processes[:n]]
-        if others := processes[n:]:
-            statuses = [self._row(process, connected)[2] for process in others]
+        rows = [self._row(name, process, connected) for name, process in sessions[:n]]
+        if others := sessions[n:]:
+            statuses = [self._row(name, process, connected)[2] for name, process in others]
             counts = Counter(status.partition(" for ")[0] for status in statuses)  # without the time
             summary = ", ".join(f"{n} {status}" for status, n in counts.most_common())
             rows.append((f"{len(others)} more", "", summary, ""))
         return rows
 
-    def _row(self, process: CMLProcess, connected: Collection[str]) -> Row:
-        session = process.session
+    def _row(self, name: str, process: Any, connected: Collection[str]) -> Row:
+        session = getattr(process, "session", None)  # of a subclass, it may be any worker
         if session is None or process.launched_at is None:
-            return process.name, "", "not launched yet", ""
+            return name, "", "not launched yet", ""
         duration = time.monotonic() - process.launched_at
         if session.status == "running":
             duration = self._ran_after.setdefault(session.id, duration)
@@ -229,7 +239,7 @@ class StartDisplay:
 
     def _summary(self) -> str:
         text = f"Cluster {self._name} started in {format_duration(time.monotonic() - self._started)}"
-        n = sum(process.role == "worker" for process in self._processes)
+        n = len(self._names)
         if n == 0:
             return text
         n_connected, noun = len(self._connected()), "worker" if n == 1 else "workers"

@@ -20,8 +20,8 @@ from tornado.ioloop import IOLoop
 from traitlets import Float
 
 from dask_cml.cluster import CMLCluster
+from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.errors import CMLError
-from dask_cml.keeper.adaptive import CMLAdaptive
 from dask_cml.observers import Observed, ObservedCluster, Observers
 from dask_cml.records.record import Record
 from dask_cml.sessions.here import this_session, this_user
@@ -114,7 +114,7 @@ class ListedCluster(ObservedCluster):
             raise CMLError(
                 f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run `{command}`"
             )
-        self.end_reason = f"shut down in JupyterLab's sidebar by {self._who}"
+        self.end_reason = f"shut down in JupyterLab's sidebar by {self.sharing.who}"
         return super().close(timeout)
 
 
@@ -171,8 +171,8 @@ class Sidebar(Observers):
         for id, adaptive in [*adaptives.items()]:
             if id in clusters and isinstance(adaptive, CMLAdaptive):
                 with contextlib.suppress(CMLError):
-                    await clusters[id].written()
-                if clusters[id].limits() is None:
+                    await clusters[id].sharing.written()
+                if clusters[id].view.limits() is None:
                     adaptives.pop(id, None)
 
     def _drop(self, id: str) -> None:

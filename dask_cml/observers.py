@@ -10,8 +10,8 @@ from distributed.core import Status
 
 from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
+from dask_cml.core.at_exit import unclosed
 from dask_cml.errors import CMLError
-from dask_cml.keeper.at_exit import unclosed
 from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.liveness import Finding, State
@@ -134,7 +134,7 @@ class Observers:
         failed = [id for id, task in ending.items() if not task.done() or task.exception() is not None]
         for id in failed:
             cluster, task = self.observed[id].cluster, ending[id]
-            words = task.exception() if task.done() else cluster and cluster.not_done
+            words = task.exception() if task.done() else cluster and cluster.ending.not_done
             if words and not self.observed[id].owned:
                 logger.warning("%s", words)
         await cancel(*ending.values())
@@ -190,9 +190,9 @@ class Observers:
         if self.is_to_keep(observed.record) and not cluster.takes_lease:  # since its creator died, perhaps
             return True
         now = time.monotonic()
-        observed.lost_since = None if cluster.is_connected else observed.lost_since or now
+        observed.lost_since = None if cluster.sharing.is_connected else observed.lost_since or now
         is_lost = observed.lost_since is not None and now - observed.lost_since > _DISCONNECTED
-        return has_ended or (is_lost and not cluster.may_keep)
+        return has_ended or (is_lost and not cluster.sharing.may_keep)
 
     async def _join(self, observed: Observed) -> None:
         observed.not_before = time.monotonic() + _RETRY

@@ -88,11 +88,12 @@ def cut_off(cluster: CMLCluster) -> Callable[[], None]:
         raise OSError("no route to host")
 
     def heal() -> None:
-        del remote._watch, remote.ask
+        del link._watch, link.ask, cluster_.ask
 
-    remote: Any = cluster._remote
-    remote._watch = remote.ask = no_connection
-    remote._watching.abort()
+    cluster_: Any = cluster
+    link = cluster_.sharing.link
+    link._watch = link.ask = cluster_.ask = no_connection
+    link._watching.abort()
     return heal
 
 
@@ -127,7 +128,7 @@ def target(cluster: CMLCluster) -> int:
 
 def limits(cluster: CMLCluster, group: str = "default") -> tuple[int, int | None] | None:
     """Return the limits of a worker group's adaptive scaling. None: it has a fixed size."""
-    adapting = cluster.limits(group)
+    adapting = cluster.view.limits(group)
     return None if adapting is None else (adapting["minimum"], adapting["maximum"])
 
 

@@ -135,7 +135,7 @@ def namespaces(platform: ModuleType) -> ModuleType:
 
 @contextlib.contextmanager
 def local_platform() -> Iterator[None]:
-    from dask_cml.keeper import at_exit  # imports distributed
+    from dask_cml.core import at_exit  # imports distributed
 
     before = at_exit.unclosed()  # of fixtures that several tests share
     # Not tmp_path, whose length with that of a socket's name may be more than sockets can have. Dask reads

@@ -211,7 +211,7 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         adaptive = remote.adapt(1, 5, interval="2 s", wait_count=7, target_duration="9 s")
         await eventually(lambda: arrived(cluster) == 3)
         taken = cluster._adaptive
-        assert taken.limits == adaptive.limits == cluster.limits() == remote.limits()
+        assert taken.limits == adaptive.limits == cluster.view.limits() == remote.view.limits()
         assert taken.limits == {
             "minimum": 1,
             "maximum": 5,
@@ -297,7 +297,7 @@ async def test_whoever_keeps_the_cluster_next_goes_on_adapting(it):
     await created.wait()
     async with rebuild("mine", shutdown_on_close=True) as cluster:
         await eventually(lambda: limits(cluster) == (1, 5) and arrived(cluster) == 1)
-        assert cluster.keeper is None
+        assert not cluster.is_keeper
         creator.kill()
         await eventually(lambda: cluster.keeps)
         Work(it, cluster, tasks=3)
@@ -337,7 +337,7 @@ async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it, 
         for user in remote, cluster:
             with pytest.raises(ValueError, match=next(iter(options))):
                 user.adapt(1, 3, **options)
-            await user.written()
+            await user.sharing.written()
             assert limits(cluster) is limits(remote) is None
 
 

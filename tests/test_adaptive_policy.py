@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from dask_cml import CMLAdaptive
-from dask_cml.keeper import adaptive
-from dask_cml.keeper.policy import Snapshot, Supply, Work
+from dask_cml.core import adaptive
+from dask_cml.core.policy import Snapshot, Supply, Work
 
 TICK = 0.05
 MAXIMUM = 20
@@ -61,7 +61,7 @@ class Simulation:
     """
 
     name = "mine"
-    keeps = True
+    keeps = is_keeper = True
 
     def __init__(self, start, task=1.0, *, is_known=False, n_workers=0, **options):
         self.now, self.start, self.task, self.is_known = 0.0, start, task, is_known
@@ -69,7 +69,7 @@ class Simulation:
         self.task_ends, self.arrivals, self.workers, self.connected = {}, {}, {}, []
         self.launched = self.closed = self.closed_while_starting = 0
         self.session_seconds = 0.0
-        self.options = self.keeper = self
+        self.options = self.demand = self.launches = self.processes = self.retirements = self
         self.groups = Groups(self)
         self.scheduler = SimpleNamespace(start_time=start)
         self.woken = asyncio.Event()

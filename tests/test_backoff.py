@@ -9,8 +9,8 @@ import pytest
 from clusters import arrived, log_of, rebuild, simulate
 from simulated.testing import eventually, simulated
 
-from dask_cml.keeper import backoff as module
-from dask_cml.keeper.backoff import Backoff
+from dask_cml.core import backoff as module
+from dask_cml.core.backoff import Backoff
 from dask_cml.sessions.causes import Cause, Loss
 
 KILLED = Loss(Cause.KILLED, "evicted or killed by the platform")
@@ -175,7 +175,7 @@ async def test_a_group_that_was_given_up_is_launched_again_when_a_user_scales_it
     async with simulate(name="mine", worker_groups={"gpu": {}}) as cluster, rebuild("mine") as remote:
         it.platform.doom("fails", times=5)
         cluster.scale(1, worker_group="gpu")
-        await eventually(lambda: cluster.gave_up.keys() == remote.gave_up.keys() == {"gpu"})
+        await eventually(lambda: cluster.view.gave_up.keys() == remote.view.gave_up.keys() == {"gpu"})
         assert "gpu: no new workers after 5 failures in a row: " in cluster.problem
         assert remote.problem == cluster.problem
         assert "Group gpu of cluster mine launches no new workers after 5 failures" in log_of(cluster)
@@ -186,7 +186,7 @@ async def test_a_group_that_was_given_up_is_launched_again_when_a_user_scales_it
         {"keeper": cluster, "remote": remote}[who].scale(1, worker_group="gpu")
         await eventually(lambda: arrived(cluster) == 2)
         await eventually(lambda: cluster.problem is remote.problem is None)
-        assert cluster.gave_up == remote.gave_up == {}
+        assert cluster.view.gave_up == remote.view.gave_up == {}
 
 
 @simulated

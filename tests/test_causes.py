@@ -314,8 +314,8 @@ async def test_a_restart_that_a_user_asks_for_is_no_crash_and_keeps_the_session(
                 while busy.key not in str(await client.processing()):
                     await asyncio.sleep(0.05)
                 await restart()
-                await holds(lambda n=moves: cluster.board.moves >= n and arrived(cluster) == 1)
-                assert not cluster.board.restarts
+                await holds(lambda n=moves: cluster.sharing.board.moves >= n and arrived(cluster) == 1)
+                assert not cluster.sharing.board.restarts
             assert {session.id for session in cluster.sessions} == sessions
             assert log_of(cluster) == ""
 

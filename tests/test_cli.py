@@ -313,10 +313,10 @@ def test_a_script_that_takes_a_cluster_over_does_not_scale_it(left):
 def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
     with CMLCluster(n_workers=1, name="mine", quiet=True) as cluster:
         cluster.scale(0)
-        until(lambda: cluster.board.groups["default"].target == 0)
+        until(lambda: cluster.sharing.board.groups["default"].target == 0)
         with CMLCluster.from_name("mine", quiet=True) as remote:
             until(lambda: [*remote.worker_spec] == [])
-            assert cluster.board.groups["default"].target == 0
+            assert cluster.sharing.board.groups["default"].target == 0
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ def test_ctrl_c_while_adapt_is_written_leaves_nothing_adapting(left, monkeypatch
 
     async def interrupted(cluster):
         await written(cluster)
-        if cluster.limits() is not None:
+        if cluster.view.limits() is not None:
             raise asyncio.CancelledError
 
     with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ from simulated.testing import eventually, simulated
 
 import dask_cml
 from dask_cml import CMLCluster
-from dask_cml.keeper import at_exit
+from dask_cml.core import at_exit
 from dask_cml.records import store
 
 pytestmark = pytest.mark.usefixtures("light")

@@ -220,7 +220,7 @@ def test_scaling_down_loses_no_data(platform, until):
 def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster, client, until):
     first, second = (f"{cluster.name}-{i}" for i in range(2))
     client.submit(print, "a task has printed this").result()
-    cluster._log("the cluster has reported this")
+    cluster.tell("the cluster has reported this")
     until(lambda: "a task has printed this" in str(cluster.get_logs()))
     address = next(a for a, info in cluster.scheduler_info["workers"].items() if info["name"] == second)
     assert [*cluster.get_logs(False, False, [address])] == [second]
@@ -405,7 +405,7 @@ def test_silence_logs_is_undone_at_the_end(platform):
 def test_a_cluster_prints_its_log_unless_quiet(platform, capsys):
     for quiet in (False, True):
         with CMLCluster(platform="local", quiet=quiet) as cluster:
-            cluster._log("hello")
+            cluster.tell("hello")
             assert "hello" in cluster.get_logs()["Cluster"]
         assert ("hello" in capsys.readouterr().out) is not quiet
 

@@ -239,7 +239,7 @@ async def test_a_cluster_that_shut_itself_down_leaves_no_forwarder_and_no_silenc
     logging.getLogger("distributed").addHandler(handler)
     try:
         cluster = await simulate(idle_timeout="5s", forward_dashboard=True)
-        listener = cluster._forwarder._listener
+        listener = cluster.sharing._forwarder._listener
         assert (handler.level, listener.fileno() == -1) == (logging.WARNING, False)
         await eventually(lambda: cluster.status == Status.closed)
         assert (handler.level, listener.fileno() == -1) == (logging.NOTSET, True)
@@ -266,7 +266,7 @@ async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
     async with simulate(n_workers=1) as cluster:
         await cluster.wait_for_workers(1)
         it.platform.evict(it.platform.running[f"{cluster.name}-scheduler"])
-        await eventually(lambda: not cluster.is_connected)
+        await eventually(lambda: not cluster.sharing.is_connected)
         begin = time.monotonic()
         await cluster.wait_for_workers(1)
         assert cluster.place.number == 1

@@ -16,7 +16,7 @@ from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLError, NoSuchCluster, protocol
-from dask_cml.keeper import kept_cluster
+from dask_cml import cluster as cluster_module
 from dask_cml.layout import RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import store
@@ -138,7 +138,7 @@ async def test_a_scheduler_of_another_release_or_cluster_is_left_alone_and_named
 @simulated
 async def test_connecting_uses_the_platform_of_the_cluster(it):
     platforms = {"auto": it.platform, "local": SimulatedPlatform()}
-    with mock.patch.object(kept_cluster, "load_platform", platforms.__getitem__):
+    with mock.patch.object(cluster_module, "load_platform", platforms.__getitem__):
         async with lab() as first, lab(platform="local", create_mode="connect") as again:
             again.scale(1)
             await first.leave()

@@ -285,7 +285,7 @@ def test_the_examples_of_a_modules_docstrings_run(project, module):
 @pytest.mark.slow
 def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
     # A new cluster says that there are others.
-    monkeypatch.setattr("dask_cml.keeper.kept_cluster.unclosed", list)
+    monkeypatch.setattr("dask_cml.sharing.sharing.unclosed", list)
     with closing():
         mine = CMLCluster(name="mine", n_workers=1, quiet=True)
         mine.wait_for_workers(1)

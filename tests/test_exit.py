@@ -20,7 +20,7 @@ from simulated.testing import eventually, simulated
 from testbed import faults
 
 from dask_cml import CMLCluster
-from dask_cml.keeper import at_exit
+from dask_cml.core import at_exit
 from dask_cml.records import store
 from dask_cml.records.history import ended_clusters
 
@@ -364,6 +364,7 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
                 both.set()
     class Cluster:
         options = type("", (), {"name": "mine"})
+        ending = property(lambda self: self)
         def note_exit(self, error):
             assert error is None
         def end_now(self, timeout):
@@ -377,7 +378,7 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
             both.wait(60)
             os.write(1, b"ended\\n")
             raise OSError("no answer")
-    from dask_cml.keeper import at_exit
+    from dask_cml.core import at_exit
     notices, both, together = [], threading.Event(), threading.Barrier(4)
     at_exit.logger.addHandler(Notices())
     at_exit.logger.addHandler(logging.StreamHandler())
@@ -463,7 +464,7 @@ def test_no_cluster_is_created_while_the_program_exits(platform, all_stopped):
         except CMLError as error:
             print(error)
     from dask_cml import CMLError
-    from dask_cml.keeper import at_exit
+    from dask_cml.core import at_exit
     cluster = CMLCluster(n_workers=0, quiet=True)
     threading.Thread(target=work).start()
     """
@@ -518,7 +519,7 @@ FORKS = {
                 sys.exit()
             assert os.wait()[1] == 0
             cluster.scale(2)
-            cluster.sync(cluster.written)
+            cluster.sync(cluster.sharing.written)
             sys.exit()
     """,
     "multiprocessing": """
@@ -579,7 +580,7 @@ def test_close_without_an_event_loop_leaves_no_coroutine_unawaited(platform):
             cluster._close().send(None)
         gc.collect()
     assert warned == []
-    cluster.end_now(timeout=1)
+    cluster.ending.end_now(timeout=1)
 
 
 # -- the handler of SIGTERM
@@ -639,11 +640,11 @@ def test_a_handler_that_closes_joins_the_close_that_it_interrupts(platform, defa
     cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
     handled, ended = threading.Event(), []
     signal.signal(signal.SIGTERM, handle)
-    close, cluster._close_dask = cluster._close_dask, close_dask
+    close, cluster.close_dask = cluster.close_dask, close_dask
     cluster.close()
     assert ended == [Status.closed]
     assert cluster.status == Status.closed
-    assert not cluster._loop_runs
+    assert not cluster.ending._loop_runs
     assert all(session["stop_requested"] for session in platform.sessions())
 
 
@@ -655,14 +656,14 @@ def test_a_close_after_an_interrupted_close_joins_it(platform):
 
     cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
     interrupted = threading.Event()
-    close, cluster._close_dask = cluster._close_dask, close_dask
+    close, cluster.close_dask = cluster.close_dask, close_dask
     with pytest.raises(KeyboardInterrupt):
         cluster.close()
     assert cluster.status == Status.closing
     interrupted.set()
     cluster.close()
     assert cluster.status == Status.closed
-    assert not cluster._loop_runs
+    assert not cluster.ending._loop_runs
     assert all(session["stop_requested"] for session in platform.sessions())
 
 
@@ -675,7 +676,7 @@ def test_a_close_waits_for_that_of_another_thread_as_long_as_it_may(platform):
         await asyncio.to_thread(may_close.wait)
         await close()
 
-    close, cluster._close_dask = cluster._close_dask, close_dask
+    close, cluster.close_dask = cluster.close_dask, close_dask
     thread = threading.Thread(target=cluster.close)
     thread.start()
     assert closes.wait(60)

@@ -33,8 +33,7 @@ from distributed.core import Status
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLCluster, address, cluster, protocol
-from dask_cml.keeper import failover
+from dask_cml import CMLCluster, address, protocol
 from dask_cml.layout import board_file
 from dask_cml.observers import ObservedCluster, Observers
 from dask_cml.options import state_directory
@@ -43,6 +42,7 @@ from dask_cml.records.operations import end_all
 from dask_cml.records.record import Maker
 from dask_cml.records.usage import usage_of
 from dask_cml.scheduler import plugin
+from dask_cml.sharing import failover, sharing
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -68,7 +68,7 @@ async def lose_scheduler(platform, wait_until):
 def is_whole(platform, cluster, n):
     """Whether the cluster has `n` workers, and nothing else runs."""
     return (
-        cluster.is_connected
+        cluster.sharing.is_connected
         and arrived(cluster) == n
         and len(live(platform)) == n + 1
         and {name_of(session) for session in live(platform)} == {"lab-scheduler", *cluster.workers}
@@ -78,7 +78,7 @@ def is_whole(platform, cluster, n):
 def stands(it, cluster, n):
     """Whether the cluster has `n` workers, and nothing else runs."""
     return (
-        cluster.is_connected
+        cluster.sharing.is_connected
         and arrived(cluster) == n
         and len(it.platform.live) == n + 1
         and {*it.platform.running} == {"lab-scheduler", *cluster.workers}
@@ -158,7 +158,7 @@ async def test_a_request_that_only_the_lost_scheduler_knew_is_wanted_of_the_next
         else:
             creator.freeze()
         await ask(remote)
-        revision = remote.board.revision
+        revision = remote.sharing.board.revision
         await eventually(lambda: store.read("lab").scheduler.revision >= revision)
         it.platform.evict(it.platform.running["lab-scheduler"])
         if creator is None:
@@ -171,7 +171,7 @@ async def test_a_request_that_only_the_lost_scheduler_knew_is_wanted_of_the_next
 
 async def adapt_and_wait(remote):
     remote.adapt(4, 5)
-    await remote.written()
+    await remote.sharing.written()
 
 
 @simulated
@@ -225,7 +225,7 @@ async def test_a_scheduler_that_is_not_listed_any_more_survives_a_short_outage(i
         heal = cut_off(cluster)
         await asyncio.sleep(20.0)
         heal()
-        await eventually(lambda: cluster.is_connected)
+        await eventually(lambda: cluster.sharing.is_connected)
         await asyncio.sleep(60.0)
         assert cluster.place.number == 0
 
@@ -239,7 +239,7 @@ async def test_a_platform_that_does_not_answer_has_not_ended_a_scheduler(it):
         await asyncio.sleep(2 * timing.unlisted)
         heal()
         it.platform.heal()
-        await eventually(lambda: cluster.is_connected and arrived(cluster) == 1)
+        await eventually(lambda: cluster.sharing.is_connected and arrived(cluster) == 1)
         assert cluster.place.number == 0
 
 
@@ -248,7 +248,7 @@ async def test_a_remote_in_another_session_connects_to_the_next_scheduler_at_onc
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
         await eventually(lambda: arrived(cluster) == 1)
         await lose_scheduler(it.platform, eventually)
-        await eventually(lambda: other.is_connected and arrived(other) == 1, 30)
+        await eventually(lambda: other.sharing.is_connected and arrived(other) == 1, 30)
         assert cluster.keeps
         assert not other.keeps
 
@@ -288,7 +288,7 @@ async def test_a_remote_leaves_a_scheduler_of_another_release_alone(it):
     newer = SimpleNamespace(**{**vars(protocol), "PROTOCOL": protocol.PROTOCOL + 1})
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
         await eventually(lambda: arrived(cluster) == 1)
-        with mock.patch.object(plugin, "protocol", newer), mock.patch.object(cluster._remote, "_check"):
+        with mock.patch.object(plugin, "protocol", newer), mock.patch.object(cluster.sharing.link, "_check"):
             await lose_scheduler(it.platform, eventually)
             await eventually(lambda: stands(it, cluster, 1))
             said = f"speaks protocol {newer.PROTOCOL} of dask-cml"
@@ -306,7 +306,7 @@ async def test_a_scheduler_that_answers_again_is_not_replaced_because_its_sessio
         it.platform.say("list_workers", [{"id": session, "status": "succeeded"}])  # a wrong answer
         await eventually(lambda: cluster.scheduler.info["status"] == "succeeded")
         heal()
-        await eventually(lambda: cluster.is_connected)
+        await eventually(lambda: cluster.sharing.is_connected)
         await asyncio.sleep(20.0)
         assert store.read("lab").scheduler.number == 0
         assert cluster.status == Status.running
@@ -327,7 +327,7 @@ async def test_who_has_no_network_says_so_once_and_connects_again(it, elsewhere)
         assert log_of(one).count("not connected for") == 1
         assert ": no route to host; it connects as soon as its scheduler answers" in log_of(one)
         heal()
-        await eventually(lambda: one.is_connected and arrived(one) == 1, 30)
+        await eventually(lambda: one.sharing.is_connected and arrived(one) == 1, 30)
         assert "problem" not in repr(one)
         assert "Cluster lab connected again after 24" in log_of(one)
         other.scale(2)
@@ -341,8 +341,8 @@ async def test_a_notebook_that_was_frozen_for_minutes_goes_on_and_ends_its_clust
     creator = await create_elsewhere(it, name="lab", n_workers=1)
     [cluster] = creator.clusters
     creator.pause(timing.silence + 30.0)
-    cluster._remote._watching.abort()  # nobody acknowledges what the scheduler sends
-    await eventually(lambda: cluster.board.keeper is not None and creator.runs)
+    cluster.sharing.link._watching.abort()  # nobody acknowledges what the scheduler sends
+    await eventually(lambda: cluster.sharing.board.keeper is not None and creator.runs)
     await eventually(lambda: cluster.keeps, 30)
     creator.call(cluster.scale, 2)
     await eventually(lambda: arrived(cluster) == 2)
@@ -383,10 +383,10 @@ async def test_a_scheduler_that_is_not_listed_here_is_not_replaced_while_its_eve
     async with in_another_session(it) as other:
         await eventually(lambda: other.keeps and arrived(other) == 1)
         it.sessions.processes[other.sessions[0].id].pause(3 * timing.silence, threads=False)
-        await eventually(lambda: not other.is_connected)
+        await eventually(lambda: not other.sharing.is_connected)
         await asyncio.sleep(2 * timing.silence)
-        assert not other.is_connected
-        await eventually(lambda: other.is_connected and arrived(other) == 1)
+        assert not other.sharing.is_connected
+        await eventually(lambda: other.sharing.is_connected and arrived(other) == 1)
         assert other.place.number == 0
     await end_all(store.records())
 
@@ -398,7 +398,7 @@ async def test_a_scheduler_that_is_not_listed_here_is_replaced_after_two_minutes
     async with in_another_session(it) as other:
         await eventually(lambda: other.keeps and arrived(other) == 1)
         it.sessions.processes[other.sessions[0].id].freeze()
-        await eventually(lambda: other.place.number == 1 and other.is_connected)
+        await eventually(lambda: other.place.number == 1 and other.sharing.is_connected)
         await eventually(lambda: arrived(other) == 1)
     await end_all(store.records())
 
@@ -429,7 +429,7 @@ async def test_a_next_scheduler_that_a_process_cannot_reach_is_not_replaced_by_i
         assert store.read("lab").scheduler.number == 1
         assert stands(it, cluster, 1)
         heal()
-        await eventually(lambda: other.is_connected and arrived(other) == 1)
+        await eventually(lambda: other.sharing.is_connected and arrived(other) == 1)
 
 
 @pytest.mark.slow
@@ -443,7 +443,7 @@ async def test_a_former_keeper_without_network_does_not_replace_the_next_schedul
         await asyncio.sleep(3 * timing.silence)
         assert store.read("lab").scheduler.number == 1
         heal()
-        await eventually(lambda: former.is_connected and arrived(former) == 1)
+        await eventually(lambda: former.sharing.is_connected and arrived(former) == 1)
         assert other.keeps
 
 
@@ -457,11 +457,11 @@ async def test_a_scheduler_that_is_busy_for_a_moment_is_no_problem_of_its_keeper
             asked.append(op)
             raise asyncio.TimeoutError("no answer within 10 s")
 
-        cluster._remote.ask = busy
-        cluster.keeper.woken.set()
+        cluster.ask = cluster.sharing.link.ask = busy
+        cluster.woken.set()
         await eventually(lambda: len(set(asked)) > 1)
-        del cluster._remote.ask
-        await eventually(lambda: cluster.is_connected)
+        del cluster.ask, cluster.sharing.link.ask
+        await eventually(lambda: cluster.sharing.is_connected)
     assert "Cannot manage" not in caplog.text, asked
 
 
@@ -494,7 +494,7 @@ async def test_a_cluster_whose_record_cannot_be_read_while_its_scheduler_is_busy
         await asyncio.sleep(100.0)
         assert cluster.status == Status.running
         heal()
-        await eventually(lambda: cluster.is_connected)
+        await eventually(lambda: cluster.sharing.is_connected)
         folder.chmod(0o700)
         it.files.stale = False
         cluster.scale(2)
@@ -524,7 +524,7 @@ async def test_a_remote_replaces_what_has_ended_with_the_keepers_session(it):
     async def create():
         async with simulate(name="lab", n_workers=1) as cluster:
             cluster.adapt(minimum=2, maximum=3)
-            await cluster.written()
+            await cluster.sharing.written()
             created.set()
             await asyncio.Event().wait()
 
@@ -536,7 +536,7 @@ async def test_a_remote_replaces_what_has_ended_with_the_keepers_session(it):
         await eventually(lambda: arrived(mine) == 2)
         creator.kill()
         it.platform.end_session(session)
-        await eventually(lambda: mine.is_connected and stands(it, mine, 2))
+        await eventually(lambda: mine.sharing.is_connected and stands(it, mine, 2))
         assert mine.keeps
         assert limits(mine) == (2, 3)
         assert store.read("lab").scheduler.number == 1
@@ -562,7 +562,7 @@ async def test_an_observer_leaves_the_scheduler_to_the_keeper_however_long_it_ta
         assert observer.status == Status.running
         it.platform.configure()
         await eventually(lambda: stands(it, cluster, 1))
-        await eventually(lambda: observer.is_connected and arrived(observer) == 1)
+        await eventually(lambda: observer.sharing.is_connected and arrived(observer) == 1)
         assert cluster.keeps
         await observer.leave()
 
@@ -574,7 +574,7 @@ async def test_an_observer_replaces_no_scheduler_of_a_cluster_without_a_keeper(i
     observer = await observe()
     it.platform.evict(newest(it).id)
     await asyncio.sleep(2 * timing.silence)
-    assert (observer.status, observer.is_connected) == (Status.running, False)
+    assert (observer.status, observer.sharing.is_connected) == (Status.running, False)
     assert [record.name for record in store.records()] == ["lab"]
     assert [session.key for session in it.platform.all.values()].count("scheduler") == 1
     assert await end_all(store.records()) == {"lab": None}
@@ -592,7 +592,7 @@ async def test_an_observer_whose_dashboard_got_no_port_connects_again(it):
     await (await simulate(name="lab", security=True, shutdown_on_close=False)).close()
     joined, observers = [], Forwarding()
     try:
-        with mock.patch.object(cluster, "DashboardForwarder", side_effect=OSError(24, "Too many open files")):
+        with mock.patch.object(sharing, "DashboardForwarder", side_effect=OSError(24, "Too many open files")):
             observers.start()
             await asyncio.sleep(20.0)
         await eventually(lambda: joined == ["lab"])
@@ -619,7 +619,7 @@ async def test_a_next_scheduler_that_answers_late_is_not_replaced(it, monkeypatc
         await eventually(lambda: "did not answer within 20 s" in (cluster.problem or ""))
         await asyncio.sleep(3)  # in the pause before another one
         begun.set()
-        await eventually(lambda: cluster.is_connected and arrived(cluster) == 1)
+        await eventually(lambda: cluster.sharing.is_connected and arrived(cluster) == 1)
         assert store.read("mine").scheduler.number == cluster.place.number == 1
         assert cluster.keeps
 
@@ -660,7 +660,7 @@ async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it
     with mock.patch.object(failover, "_PAUSES", (3600.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:
             it.platform.evict(cluster.scheduler.session_id)
-            await eventually(lambda: not cluster.is_connected)
+            await eventually(lambda: not cluster.sharing.is_connected)
             await end_all([store.read("lab")])
             await cluster.close()
     assert not it.platform.running
@@ -683,8 +683,8 @@ async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
         answered = threading.Event()
         it.platform.plan("launch_workers", Mishap(), Mishap(before=answered))
         it.platform.evict(cluster.scheduler.session_id)
-        await eventually(lambda: not cluster.is_connected)
-        await eventually(lambda: cluster.is_connected, seconds=20.0)
+        await eventually(lambda: not cluster.sharing.is_connected)
+        await eventually(lambda: cluster.sharing.is_connected, seconds=20.0)
         answered.set()
         await eventually(lambda: arrived(cluster) == 1)
 
@@ -693,8 +693,8 @@ async def lose_and_recover(it, cluster):
     """Let a cluster with one worker lose its scheduler, and wait for another one with a worker."""
     await eventually(lambda: arrived(cluster) == 1)
     it.platform.evict(cluster.scheduler.session_id)
-    await eventually(lambda: not cluster.is_connected)
-    await eventually(lambda: cluster.is_connected and arrived(cluster) == 1)
+    await eventually(lambda: not cluster.sharing.is_connected)
+    await eventually(lambda: cluster.sharing.is_connected and arrived(cluster) == 1)
 
 
 @simulated
@@ -804,7 +804,7 @@ async def test_six_schedulers_in_a_row_are_replaced_by_the_keeper_if_tasks_are_c
             await eventually(lambda: store.read("lab").scheduler.restarts == 0)
             await lose_scheduler(it.platform, eventually)
             await eventually(lambda: stands(it, cluster, 1))
-            await eventually(lambda: other.is_connected and arrived(other) == 1)
+            await eventually(lambda: other.sharing.is_connected and arrived(other) == 1)
         assert (cluster.keeps, other.keeps) == (True, False)
         other.scale(2)
         await eventually(lambda: stands(it, cluster, 2))
@@ -888,7 +888,7 @@ STAGES = {
     "launched": lambda it, cluster: True,
     "running": lambda it, cluster: newest(it).status == "running",
     "answering": lambda it, cluster: store.read("lab").scheduler.address is not None,
-    "connected": lambda it, cluster: cluster.is_connected,
+    "connected": lambda it, cluster: cluster.sharing.is_connected,
     "with a worker": lambda it, cluster: arrived(cluster) > 0,
 }
 

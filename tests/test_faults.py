@@ -308,7 +308,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
         )
         await eventually(lambda: len(lines()) == 2)
         assert lines()[1].endswith("again")
-        assert not cluster.gave_up
+        assert not cluster.view.gave_up
     assert not traceback_in(caplog)
 
 
@@ -392,7 +392,7 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(it):
         async with simulate() as cluster:
             it.platform.doom("fails", times=2)
             cluster.scale(1)
-            await eventually(lambda: cluster.gave_up)
+            await eventually(lambda: cluster.view.gave_up)
             assert "no new workers after 2 failures in a row" in log_of(cluster)
             assert "no new workers after 2 failures" in repr(cluster)
             cluster.scale(1)

@@ -17,7 +17,7 @@ from testbed import networks
 from dask_cml import local
 from dask_cml.local import processes
 from dask_cml.protocol import HELD
-from dask_cml.remote import Remote
+from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -104,7 +104,7 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
     platform, holds, tmp_path, monkeypatch
 ):
     heard = []
-    ask = Remote.ask
+    ask = Link.ask
 
     async def counted(self, op, *arguments, **more):
         answer = await ask(self, op, *arguments, **more)
@@ -112,7 +112,7 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
             heard.append(answer)
         return answer
 
-    monkeypatch.setattr(Remote, "ask", counted)
+    monkeypatch.setattr(Link, "ask", counted)
     with dask.config.set({"cml.retire-timeout": "8s"}):
         cluster = await make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
     made, gate = tmp_path / "made", tmp_path / "gate"

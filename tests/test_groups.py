@@ -313,7 +313,7 @@ async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it
         answer, handlers["cml_set"] = handlers["cml_set"], hang
         asked = change(remote)
         if isinstance(asked, CMLAdaptive):
-            asked = remote.written()
+            asked = remote.sharing.written()
         with pytest.raises(CMLError, match=r"the scheduler of cluster 'mine' at tcp://.* does not answer"):
             await asked
         handlers["cml_set"] = answer
@@ -321,7 +321,7 @@ async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it
         for user in cluster, remote:
             assert user.worker_groups.keys() == {"default", "big"}
             assert user.worker_groups["big"].n_workers == 0
-            assert user.limits("big") is None
+            assert user.view.limits("big") is None
 
 
 @pytest.mark.parametrize("who", ["keeper", "remote"])

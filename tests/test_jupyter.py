@@ -430,7 +430,7 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
         manager._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
         manager._adaptives["another"] = kept = object()
         await eventually(lambda: listed.worker_groups["default"].n_workers == 0)
-        assert cluster.limits() == listed.limits()
+        assert cluster.view.limits() == listed.view.limits()
         assert cluster_id in manager._adaptives
         creator.call(cluster.scale, 1)  # which stops the adaptive scaling
         await eventually(lambda: cluster_id not in manager._adaptives)

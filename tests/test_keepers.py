@@ -37,12 +37,12 @@ from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
-from dask_cml.keeper.keeper import Keeper
 from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record
 from dask_cml.sessions.entry import Launch
+from dask_cml.sharing import sharing
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -93,16 +93,16 @@ async def test_a_remote_shows_what_the_keeper_says(it):
             it.platform.doom("fails", times=9)
             remote.scale(1)
             await eventually(lambda: "no new workers after 1 failures in a row" in repr(remote))
-            assert remote.gave_up == keeper.gave_up
+            assert remote.view.gave_up == keeper.view.gave_up
             assert remote.problem == keeper.problem
             it.platform.heal()
             it.platform.configure({"sessions": 2}, waits_for_room=True)
             remote.scale(2)
-            await eventually(lambda: remote.waits())
+            await eventually(lambda: remote.view.waits())
             assert "queued" in repr(remote)
             assert remote.n_pending == 1
             it.platform.configure()
-            await eventually(lambda: has(remote, 2) and not remote.waits())
+            await eventually(lambda: has(remote, 2) and not remote.view.waits())
             assert "problem" not in repr(remote)
 
 
@@ -149,7 +149,7 @@ async def test_a_remote_that_cannot_reach_the_scheduler_says_so_and_remembers_no
             await remote.add_worker_group("gpu")
         await eventually(lambda: "no route to host" in repr(remote))
         heal()
-        await eventually(lambda: remote.is_connected and "problem" not in repr(remote))
+        await eventually(lambda: remote.sharing.is_connected and "problem" not in repr(remote))
         assert keeper.worker_groups.keys() == {"default"}
         assert target(keeper) == target(remote) == 0
 
@@ -174,7 +174,7 @@ async def test_a_remote_adds_scales_adapts_and_deletes_worker_groups(it):
         assert keeper.worker_groups["gpu"].size == SessionSize(2, 2)
         await eventually(lambda: remote.worker_groups == keeper.worker_groups)
         remote.adapt(0, 2, worker_group="gpu", interval="1s", wait_count=1)
-        await remote.written()
+        await remote.sharing.written()
         await eventually(lambda: keeper.worker_groups["gpu"].n_workers == 0)
         assert limits(keeper, "gpu") == limits(remote, "gpu") == (0, 2)
         await remote.delete_worker_group("gpu")
@@ -225,7 +225,7 @@ async def test_a_remote_adds_workers_to_the_spec_as_a_subclass_of_speccluster_ma
 async def test_a_remote_stops_the_adaptive_scaling_of_the_keeper(it):
     async with shared() as keeper:
         adaptive = keeper.adapt(minimum=0, maximum=3)
-        await keeper.written()
+        await keeper.sharing.written()
         async with rebuild("shared") as remote:
             assert limits(remote) == (0, 3)
             remote.scale(1)  # and leaves at once
@@ -239,7 +239,7 @@ async def test_the_keeper_adapts_for_a_remote_that_has_left_and_so_does_the_next
     keeper = await shared()
     async with rebuild("shared") as remote:
         remote.adapt(minimum=1, maximum=2)
-        await remote.written()
+        await remote.sharing.written()
     await eventually(lambda: arrived(keeper) == 1)
     assert limits(keeper) == (1, 2)
     async with rebuild("shared") as third, Client(third, asynchronous=True) as client:
@@ -308,7 +308,7 @@ async def test_a_keeper_that_was_silent_for_a_lease_becomes_a_remote_and_stops_n
         await asyncio.sleep(2 * timing.lease)
         assert {*it.platform.running.values()} == before
         heal()
-        await eventually(lambda: former.is_connected and former.keeper is None)
+        await eventually(lambda: former.sharing.is_connected and not former.is_keeper)
         await eventually(lambda: has(former, target(other)))
         assert {*it.platform.running.values()} == before
         other.scale(3)
@@ -350,7 +350,7 @@ async def test_what_a_former_keeper_is_asked_for_before_it_notices_reaches_the_b
         await eventually(lambda: other.keeps)
         heal()
         ask(former)
-        assert former.keeper is not None
+        assert former.is_keeper
         if leaves:
             await former.leave()
         await eventually(lambda: has(other, 2))
@@ -368,7 +368,7 @@ async def test_what_a_silent_keeper_was_asked_for_counts_when_it_answers_again(i
         await eventually(lambda: has(other, 3))
         heal()
         await eventually(lambda: has(former, 2) and has(other, 2))
-        assert former.keeper is None
+        assert not former.is_keeper
 
 
 @simulated
@@ -380,7 +380,7 @@ async def test_a_request_whose_answer_is_lost_undoes_no_later_request_of_another
         def lose_first_answer(handler):
             async def handle(**message):
                 answer = handler(**message)
-                if keeper._remote.id in message.values() and message.get("groups") and not unanswered:
+                if keeper.sharing.link.id in message.values() and message.get("groups") and not unanswered:
                     unanswered.append(message)
                     await asyncio.Event().wait()
                 return answer
@@ -396,16 +396,16 @@ async def test_a_request_whose_answer_is_lost_undoes_no_later_request_of_another
 
 
 @simulated
-async def test_a_request_after_the_first_board_is_written_reaches_the_board(it):
+async def test_a_request_after_the_first_board_is_written_reaches_the_board(it, monkeypatch):
     cluster = shared()
-    write_files = cluster._write_files
+    fill_folder = sharing.fill_folder
 
-    def adapt_meanwhile(files):
-        assert cluster.keeper is None
+    def adapt_meanwhile(*arguments):
+        assert not cluster.is_keeper
         cluster.adapt(1, 2)
-        write_files(files)
+        fill_folder(*arguments)
 
-    cluster._write_files = adapt_meanwhile
+    monkeypatch.setattr(sharing, "fill_folder", adapt_meanwhile)
     async with cluster, rebuild("shared") as remote:
         await eventually(lambda: limits(remote) == (1, 2))
         await eventually(lambda: has(remote, 1))
@@ -432,7 +432,7 @@ async def test_a_cluster_that_may_run_already_takes_no_request_before_it_is_conn
 @simulated
 async def test_a_user_who_scales_while_the_keeper_takes_a_request_is_the_last(it):
     async with shared() as keeper, rebuild("shared") as remote:
-        absent, threads = keeper.keeper.absent, []
+        absent, threads = keeper.processes.absent, []
 
         def scale_meanwhile(group):
             if not threads:
@@ -441,7 +441,7 @@ async def test_a_user_who_scales_while_the_keeper_takes_a_request_is_the_last(it
                 threads[0].join(0.2)  # for ever, if it must wait
             return absent(group)
 
-        keeper.keeper.absent = scale_meanwhile
+        keeper.processes.absent = scale_meanwhile
         await remote.scale(1)
         await eventually(lambda: threads and not threads[0].is_alive())
         await eventually(lambda: has(keeper, 3) and has(remote, 3))
@@ -456,7 +456,7 @@ if __name__ == "__main__":
     while cluster.n_pending:
         time.sleep(0.05)
     print(cluster.keeps, flush=True)
-    while cluster.keeper is not None:
+    while cluster.is_keeper:
         time.sleep(0.05)
     print(cluster.keeps, flush=True)
 """
@@ -539,16 +539,22 @@ async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_n
     before = {*it.platform.live}
     async with rebuild("shared", shutdown_on_close=True) as cluster:
         await eventually(lambda: groups(cluster) == {"default": 1, "gpu": 1})
-        assert (cluster.workers_of("default"), cluster.workers_of("gpu")) == (["shared-worker-0"], ["large"])
+        assert (cluster.view.workers_of("default"), cluster.view.workers_of("gpu")) == (
+            ["shared-worker-0"],
+            ["large"],
+        )
         creator.kill()
         await eventually(lambda: cluster.keeps)
         await asyncio.sleep(timing.strays + timing.stray)
         assert groups(cluster) == {"default": 1, "gpu": 1}
-        assert (cluster.workers_of("default"), cluster.workers_of("gpu")) == (["shared-worker-0"], ["large"])
+        assert (cluster.view.workers_of("default"), cluster.view.workers_of("gpu")) == (
+            ["shared-worker-0"],
+            ["large"],
+        )
         assert {*it.platform.live} == before
         sessions = {group: used.sessions for group, used in (await cluster.usage()).items()}
         assert sessions == {"scheduler": 1, "default": 1, "gpu": 1}
-        snapshot = await cluster.keeper.snapshot()
+        snapshot = await cluster.demand.snapshot()
         assert (snapshot.supply("default").sessions, snapshot.supply("gpu").sessions) == (1, 1)
 
 
@@ -577,7 +583,7 @@ async def test_a_worker_that_nobody_wants_or_has_launched_is_retired_before_it_i
         [future] = await client.scatter([bytes(1000)], workers=["shared-1"])
         unknown = cluster.workers.pop("shared-1")
         del cluster.worker_spec["shared-1"]
-        cluster._api.forget(unknown.session_id)
+        cluster.api.forget(unknown.session_id)
         await eventually(lambda: unknown.session_id not in it.platform.live)
         assert await future == bytes(1000)
 
@@ -617,7 +623,7 @@ async def test_a_session_whose_name_was_given_before_is_replaced_and_no_failure(
             cluster.scale(1, worker_group="gpu")
             await eventually(lambda: arrived(cluster) == 2)
             assert {*cluster.workers} == {"shared-1", "shared-gpu-1"}
-            assert cluster.gave_up == {}
+            assert cluster.view.gave_up == {}
             assert cluster.problem is None
             line = "Worker shared-0 not started: another session had its name; launching a replacement"
             assert line in lines_of(cluster)
@@ -634,7 +640,7 @@ async def test_others_get_the_link_although_the_creator_leaves_before_its_first_
     locally, holds, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(Keeper, "run", lambda self: asyncio.Event().wait())
+        patch.setattr(CMLCluster, "_look_for_ever", lambda self: asyncio.Event().wait())
         await (await make(name="mine")).leave()
     async with rebuild("mine", shutdown_on_close=True):
         await holds(lambda: store.read("mine").scheduler.app_url is not None, 20)
@@ -703,7 +709,7 @@ async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it, monkeyp
     async def lose_the_lease_once():
         await find_sessions()
         if not stops:
-            cluster._remote.board = replace(cluster.board, keeper="another")
+            cluster.sharing.link.board = replace(cluster.sharing.board, keeper="another")
 
     async def note_stop(ids):
         stops.append(cluster.keeps)
@@ -712,10 +718,9 @@ async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it, monkeyp
     stops = []
     async with shared(n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        keeper = cluster.keeper
-        find_sessions, stop = keeper._find_sessions, keeper._stop
-        monkeypatch.setattr(keeper, "_find_sessions", lose_the_lease_once)
-        monkeypatch.setattr(keeper, "_stop", note_stop)
+        find_sessions, stop = cluster.adoption.find_sessions, cluster.stops.start
+        monkeypatch.setattr(cluster.adoption, "find_sessions", lose_the_lease_once)
+        monkeypatch.setattr(cluster.stops, "start", note_stop)
         cluster.scale(0)
         await eventually(lambda: {*it.platform.running} == {"shared-scheduler"})
         assert all(stops)
@@ -801,7 +806,7 @@ async def test_a_connected_worker_that_nobody_wants_or_has_recorded_is_stopped(i
         await eventually(lambda: has(cluster, 2))
         unknown = cluster.workers.pop("shared-1")
         del cluster.worker_spec["shared-1"]
-        cluster._api.forget(unknown.session_id)
+        cluster.api.forget(unknown.session_id)
         for file in (state_directory() / "shared" / SESSIONS_FOLDER).glob(f"{unknown.session_id}*"):
             file.unlink()
         await eventually(lambda: unknown.session_id not in it.platform.live)

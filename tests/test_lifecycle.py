@@ -347,11 +347,11 @@ async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribe
         writes.set()
         await may_write.wait()
 
-    cluster.written = write
+    cluster.sharing.written = write
     leaving = asyncio.create_task(cluster.leave())
     await writes.wait()
-    await cluster._unsubscribe()  # as when the connection breaks
-    await eventually(lambda: cluster._is_subscribed)
+    await cluster.unsubscribe()  # as when the connection breaks
+    await eventually(lambda: cluster.is_subscribed)
     assert cluster.status == Status.closing
     with pytest.raises(CMLError, match="cluster left is closing"):
         cluster.scale(1)
@@ -496,7 +496,7 @@ async def test_a_process_that_leaves_waits_as_long_as_data_is_moved(it, monkeypa
         it.platform.doom("silent")
         cluster.scale(1)
         await eventually(lambda: cluster.workers)
-        cluster._data_to_move = data_to_move
+        cluster.ending._data_to_move = data_to_move
         monkeypatch.setattr(timing, "finish", 2.0)
         words = r"night-0 not stopped \(nothing has changed for 2 s\)"
         with it.platform.held("stop_workers"):
@@ -594,12 +594,12 @@ def test_a_change_that_the_end_of_the_event_loop_has_stopped_is_named_at_exit(pl
         cluster = await make(name="night", n_workers=1, shutdown_on_close=False)
         faults.inject("hang", function="stop_workers")
         cluster.scale(0)
-        await cluster.written()
+        await cluster.sharing.written()
         return cluster
 
     cluster = asyncio.run(main())
     with pytest.raises(CMLError, match=r"night-0 not stopped .*`dask cml scale night 0`$"):
-        cluster.end_now(timeout=1)
+        cluster.ending.end_now(timeout=1)
     assert cluster.status == Status.closed
     faults.clear()
     platform.stop_workers(*[session["id"] for session in platform.sessions()])
@@ -617,7 +617,7 @@ async def test_another_process_carries_out_a_change_when_the_interpreter_exits_a
     async with found(1) as cluster:
         with it.platform.held("stop_workers"):
             cluster.scale(0)
-            cluster.end_in_another_process(timeout=1)
+            cluster.ending.end_in_another_process(timeout=1)
         assert programs == [[sys.executable, "-m", "dask", "cml", "scale", "night", "0"]]
         cluster.status = Status.running
         await cluster.close()
@@ -627,13 +627,13 @@ async def test_another_process_carries_out_a_change_when_the_interpreter_exits_a
 def test_close_in_another_thread_while_the_cluster_is_being_left_shuts_it_down(platform):
     cluster = CMLCluster(n_workers=1, platform="local", quiet=True)
     closing = threading.Thread(target=cluster.close)
-    leave_dask = cluster._close_dask
+    leave_dask = cluster.close_dask
 
     async def close_dask():
         closing.start()
         await leave_dask()
 
-    cluster._close_dask = close_dask
+    cluster.close_dask = close_dask
     cluster.leave()
     closing.join(120)
     assert not closing.is_alive()
@@ -652,7 +652,7 @@ async def test_an_orphan_ends_itself_and_its_sessions(it):
 async def test_workers_that_are_queued_when_an_orphan_ends_exit_as_soon_as_they_start(it):
     async def create():
         async with simulate(name="made", n_workers=2, orphan_timeout="2s") as cluster:
-            await eventually(lambda: cluster.waits())
+            await eventually(lambda: cluster.view.waits())
             created.set()
             await asyncio.Event().wait()
 
@@ -845,7 +845,9 @@ async def test_a_cluster_keeps_its_folder_when_its_process_moves(it, change, mon
         else:
             monkeypatch.chdir(elsewhere)
         it.platform.evict(cluster.scheduler.session_id)
-        await eventually(lambda: cluster.place.number == 1 and cluster.is_connected and arrived(cluster) == 1)
+        await eventually(
+            lambda: cluster.place.number == 1 and cluster.sharing.is_connected and arrived(cluster) == 1
+        )
     assert not it.platform.running
     assert not record.folder.exists()
 
@@ -861,7 +863,9 @@ async def test_a_cluster_keeps_its_folder_when_the_configuration_changes(it, end
     await eventually(lambda: arrived(cluster) == 1)
     if end == "lose":
         it.platform.evict(cluster.scheduler.session_id)
-        await eventually(lambda: cluster.is_connected and arrived(cluster) == 1 and cluster.place.number == 1)
+        await eventually(
+            lambda: cluster.sharing.is_connected and arrived(cluster) == 1 and cluster.place.number == 1
+        )
     elif end == "leave":
         await cluster.leave()
         assert len(it.platform.running) == 2

@@ -120,7 +120,7 @@ async def test_a_cluster_that_runs_is_connected_to_whatever_the_limits_are(it):
             other = await simulate(name="lab", n_workers=3, create_mode="create-or-connect")
             assert target(other) == 3
             other.scale(2)  # less is not more
-            await other.written()
+            await other.sharing.written()
             with pytest.raises(ValueError, match="invalid n=3: expected at most 1"):
                 other.scale(3)
             await eventually(lambda: arrived(mine) == 2)
@@ -233,7 +233,7 @@ async def test_more_sessions_than_a_user_may_have_are_not_launched_until_others_
         async with simulate(name="mine", n_workers=1) as mine:
             await eventually(lambda: arrived(mine) == 1)
             mine.scale(3)
-            await eventually(lambda: mine.shortages)
+            await eventually(lambda: mine.view.shortages)
             assert "launched 1 of 3 workers: user " in log_of(mine)
             assert "has 4 sessions, and cml.limits.user-sessions is 4" in repr(mine)
             store.remove(store.read("other"))
@@ -250,7 +250,7 @@ async def test_a_launch_that_is_not_answered_yet_counts_once_for_its_user(it):
             await eventually(lambda: arrived(mine) == 4)
             mine.scale(7)
             await eventually(lambda: arrived(mine) == 7)
-            assert not mine.shortages
+            assert not mine.view.shortages
 
 
 # -- hours

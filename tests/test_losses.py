@@ -56,7 +56,7 @@ async def test_a_waiting_session_that_leaves_the_list_is_replaced(it):
     """Its wait would have no end: somebody has stopped it, and the platform has archived it."""
     it.platform.configure({"sessions": 1}, waits_for_room=True)
     async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: cluster.waits())
+        await eventually(lambda: cluster.view.waits())
         it.platform.set(cluster.workers["mine-0"].session_id, "stopped", listed=False)
         it.platform.configure()
         await eventually(lambda: dask_names(cluster) == {"mine-1"}, seconds=120)

@@ -41,7 +41,7 @@ async def found():
 
 def count(starts, *sessions, connected=()):
     """Count the start times of a cluster with these sessions."""
-    starts.count([SimpleNamespace(arrived=lambda: {*connected}, sessions=sessions)])
+    starts.count([SimpleNamespace(view=SimpleNamespace(arrived=lambda: {*connected}), sessions=sessions)])
 
 
 def worker(name, age):

@@ -21,7 +21,7 @@ from simulated.platform import SimulatedPlatform
 
 import dask_cml
 from dask_cml import CMLCluster
-from dask_cml.keeper import at_exit
+from dask_cml.core import at_exit
 from dask_cml.options import Options, state_directory
 
 PACKAGE = Path(dask_cml.__file__).parent
@@ -398,7 +398,7 @@ def test_an_error_about_a_variable_names_it_and_shows_a_number():
 def stub(monkeypatch):
     """What a cluster would launch its sessions with."""
     stub = SimulatedPlatform()
-    monkeypatch.setattr("dask_cml.keeper.kept_cluster.load_platform", lambda platform: stub)
+    monkeypatch.setattr("dask_cml.cluster.load_platform", lambda platform: stub)
     yield stub
     assert stub.calls == []
 
@@ -564,7 +564,7 @@ def test_an_invalid_setting_is_refused_with_its_key_before_a_launch(stub, name, 
 )
 def test_an_invalid_setting_of_the_keeper_is_refused_before_a_launch(monkeypatch, name, value, error):
     platform = SimulatedPlatform(advances=False)
-    monkeypatch.setattr("dask_cml.keeper.kept_cluster.load_platform", lambda _: platform)
+    monkeypatch.setattr("dask_cml.cluster.load_platform", lambda _: platform)
     with dask.config.set({f"cml.{name}": value}), pytest.raises(error, match=f"invalid cml.{name}="):
         CMLCluster(pending_timeout=0.1, scheduler_timeout=0.1)
     assert platform.calls == []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dask_cml.keeper.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
+from dask_cml.core.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
 
 GPU = {"GPU": 1}
 

@@ -21,13 +21,13 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
         cluster = await stack.enter_async_context(simulate(name="mine", n_workers=1))
         remote = await stack.enter_async_context(rebuild(cluster.options.name))
         await eventually(lambda: arrived(remote) == 1)
-        may_follow, check = asyncio.Event(), remote._failover.check
+        may_follow, check = asyncio.Event(), remote.sharing.failover.check
 
         async def check_later(record):
             await may_follow.wait()
             await check(record)
 
-        remote._failover.check = check_later
+        remote.sharing.failover.check = check_later
         [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
         it.platform.evict(scheduler.id)
         await eventually(lambda: cluster.place.number == 1 and arrived(cluster) == 1)
@@ -103,7 +103,7 @@ async def test_an_odd_url_of_a_session_is_named_once_and_keeps_no_report_from_th
 @simulated
 async def test_a_late_answer_of_a_lost_scheduler_does_not_hide_the_board_of_the_next(it):
     async with simulate(name="mine") as cluster, rebuild("mine") as remote:
-        talks_to, ask = remote._remote, remote._remote.ask
+        talks_to, ask = remote.sharing.link, remote.sharing.link.ask
 
         async def ask_while_another_is_joined(*arguments, **options):
             answer = await ask(*arguments, **options)
@@ -114,7 +114,7 @@ async def test_a_late_answer_of_a_lost_scheduler_does_not_hide_the_board_of_the_
         with pytest.raises(CMLError, match="is replaced"):
             await talks_to.set(orphan_timeout=None)
         assert talks_to.board.revision < 1_000
-        talks_to.address = cluster._remote.address
+        talks_to.address = cluster.sharing.link.address
         del talks_to.ask
 
 
@@ -131,7 +131,7 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
 
         monkeypatch.setattr(store, "read_again", read_again_in_others)
         creator.kill()
-        await eventually(lambda: first.board.keeper in (None, first._remote.id))
+        await eventually(lambda: first.sharing.board.keeper in (None, first.sharing.link.id))
         async with rebuild("mine") as second:
             await eventually(lambda: second.keeps)
             assert not first.keeps

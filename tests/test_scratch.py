@@ -14,8 +14,8 @@ from distributed import Client, wait
 from distributed.core import Status
 
 from dask_cml import cli
+from dask_cml.core.policy import Snapshot, Supply, Work, sessions_wanted
 from dask_cml.doctor import environment
-from dask_cml.keeper.policy import Snapshot, Supply, Work, sessions_wanted
 from dask_cml.scheduler.full import full_words
 
 GB = 10**9

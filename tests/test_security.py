@@ -22,8 +22,8 @@ from distributed.security import Security
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.remote import Remote
 from dask_cml.sessions import tls
+from dask_cml.sharing.link import Link
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -97,7 +97,7 @@ async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encrypti
         with refused:
             await store.read("mine").ask_scheduler("identity", 30)
         with refused:
-            await Remote("me", "mine", counts=False).join(stranger.address, keys, "id")
+            await Link("me", "mine", counts=False).join(stranger.address, keys, "id")
         assert {*stranger.clients} == {"fire-and-forget"}
 
 
@@ -110,7 +110,7 @@ async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(pla
     with socket.create_server(("127.0.0.1", urlsplit(session["app_url"]).port)):
         cluster = await starting
         async with cluster:
-            await cluster.written()
+            await cluster.sharing.written()
             assert cluster.has_dashboard
             assert session["app_url"] not in cluster._repr_html_().partition("Sessions:")[0]
             assert cluster.dashboard_link == ""

@@ -821,7 +821,7 @@ async def test_the_page_keeps_a_cluster_that_is_to_outlive_its_creator_only_late
     creator = await create_elsewhere(it, name="day", security=True)
     await server.until("day", running)
     [cluster] = creator.clusters
-    await creator.start(cluster.outlive_this_process())
+    await creator.start(cluster.ending.outlive_this_process())
     await creator.start(cluster.leave())
     try:
         await eventually(lambda: keeps(server.clusters.find("day").cluster), 60.0)

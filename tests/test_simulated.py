@@ -85,4 +85,4 @@ async def test_a_short_pause_changes_nothing_for_a_cluster(it):
         creator.pause(5.0)
         await asyncio.sleep(20.0)
         assert arrived(cluster) == 1
-        assert cluster.board.keeper not in (None, cluster._remote.id)
+        assert cluster.sharing.board.keeper not in (None, cluster.sharing.link.id)

@@ -34,10 +34,9 @@ from simulated.testing import eventually, simulated
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError
-from dask_cml.keeper import follower
-from dask_cml.keeper.kept_cluster import KeptCluster
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sharing import follower
 from dask_cml.timing import timing
 
 #: The release of distributed whose lines the comments name, and how they do.
@@ -160,7 +159,7 @@ async def test_a_worker_is_replaced_by_its_own_spec(it):
         other = cluster.workers["other"]
         it.platform.evict(it.platform.running["mine-scheduler"])
         await eventually(lambda: cluster.place.number == 1 and sizes(cluster) == [2, 8])
-        assert {worker.options.nthreads for worker in cluster.keeper.workers()} == {1, 2}
+        assert {worker.options.nthreads for worker in cluster.processes.workers()} == {1, 2}
         assert other.state == "closed"
         assert cluster.workers["other"].state == "running"
         assert target(cluster) == 3
@@ -283,12 +282,12 @@ async def test_a_remote_forgets_no_worker_that_it_adds_while_the_board_changes(i
 async def test_a_worker_that_is_removed_by_hand_is_a_change_of_its_group_alone(it):
     async with simulate(name="mine", n_workers=1, worker_groups={"gpu": {"n_workers": 2}}) as cluster:
         await eventually(lambda: arrived(cluster) == 3)
-        before = cluster.board.groups
+        before = cluster.sharing.board.groups
         del cluster.worker_spec["mine-gpu-1"]
         await cluster._correct_state()
-        await eventually(lambda: cluster.board.groups["gpu"].target == 1)
-        assert cluster.board.groups["gpu"].request == before["gpu"].request + 1
-        assert cluster.board.groups["default"] == before["default"]
+        await eventually(lambda: cluster.sharing.board.groups["gpu"].target == 1)
+        assert cluster.sharing.board.groups["gpu"].request == before["gpu"].request + 1
+        assert cluster.sharing.board.groups["default"] == before["default"]
 
 
 @simulated
@@ -309,14 +308,14 @@ async def test_a_keeper_writes_options_of_workers_on_the_board_once(it, caplog):
         await cluster
         await eventually(lambda: arrived(cluster) == 2)
         await asyncio.sleep(30)
-        written = cluster.board.groups["default"], cluster.board.revision
+        written = cluster.sharing.board.groups["default"], cluster.sharing.board.revision
         await asyncio.sleep(30)
-        assert (cluster.board.groups["default"], cluster.board.revision) == written
+        assert (cluster.sharing.board.groups["default"], cluster.sharing.board.revision) == written
         it.platform.evict(it.platform.running["mine-scheduler"])  # the next one begins with a file
         await eventually(lambda: cluster.place.number == 1 and arrived(cluster) == 2)
         add(cluster, "large", memory=8)
         await cluster
-        await eventually(lambda: "large" in cluster.board.groups["default"].own)
+        await eventually(lambda: "large" in cluster.sharing.board.groups["default"].own)
         assert "not changed" not in caplog.text
 
 
@@ -647,7 +646,7 @@ async def test_with_needs_async_in_an_event_loop(it):
 
 def overridden():
     """Return what CMLCluster does otherwise than SpecCluster, by the names of the members."""
-    own = {**vars(KeptCluster), **vars(CMLCluster)}
+    own = vars(CMLCluster)
     not_compared = {"__module__", "__doc__", "__init__"}
     return {name: own[name] for name in vars(SpecCluster) if name in own and name not in not_compared}
 

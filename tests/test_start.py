@@ -14,8 +14,9 @@ from testbed import faults
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
-from dask_cml.keeper import keeper
+from dask_cml.core.alone import How
 from dask_cml.sessions import mesh
+from dask_cml.sharing import sharing
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -57,18 +58,18 @@ async def test_a_refusal_is_shown_with_the_callers_frames_only_where_it_is_await
         await CMLCluster(platform="local", quiet=True, asynchronous=True)
     lines, in_notebook = shown(caught.value)
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
-    assert {*modules[1:]} == {"distributed.deploy.spec", "dask_cml.keeper.kept_cluster"}
+    assert {*modules[1:]} == {"distributed.deploy.spec", "dask_cml.cluster"}
     assert not any("HTTPError" in line for line in lines[:-1])
     assert in_notebook[0] == f"CallFailed: {caught.value}"
 
 
 def test_an_error_of_a_running_cluster_is_shown_without_the_event_loop(platform):
     with CMLCluster(platform="local", quiet=True) as cluster:
-        cluster.sync(cluster._close, shutdown=True)
+        cluster.sync(cluster.ending.end, How.SHUT_DOWN)
         with pytest.raises(CMLError, match="is closed") as caught:
             cluster.add_worker_group("new")
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
-    assert {*modules[1:]} == {"dask_cml.cluster", "dask_cml.errors", "dask_cml.keeper.kept_cluster"}
+    assert {*modules[1:]} == {"dask_cml.cluster", "dask_cml.errors"}
 
 
 @pytest.mark.parametrize("granted", [0, 1])
@@ -153,8 +154,8 @@ async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_th
         cluster.scale(1)
         return read(*arguments)
 
-    read = keeper.left_for_user
-    monkeypatch.setattr(keeper, "left_for_user", scale_down)
+    read = sharing.left_for_user
+    monkeypatch.setattr(sharing, "left_for_user", scale_down)
     cluster = simulate(name="lab", n_workers=3)
     async with cluster:
         await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)

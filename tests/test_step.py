@@ -67,7 +67,7 @@ async def test_scale_ends_adapting_that_is_under_way(it):
 async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(it, monkeypatch):
     """A user scales in a thread, just when the keeper has found that nobody has."""
     async with simulate() as cluster:
-        keeper, absent = cluster.keeper, cluster.keeper.absent
+        processes, absent = cluster.processes, cluster.processes.absent
 
         def absent_while_a_user_scales(group):
             if not threads:
@@ -77,9 +77,9 @@ async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(
             return absent(group)
 
         threads = []
-        monkeypatch.setattr(keeper, "absent", absent_while_a_user_scales)
-        older = {"default": dataclasses.replace(cluster.board.groups["default"], target=3, request=7)}
-        await keeper.take(dataclasses.replace(cluster.board, groups=older))
+        monkeypatch.setattr(processes, "absent", absent_while_a_user_scales)
+        older = {"default": dataclasses.replace(cluster.sharing.board.groups["default"], target=3, request=7)}
+        await cluster.sharing._keeper.take(dataclasses.replace(cluster.sharing.board, groups=older))
         await asyncio.to_thread(threads[0].join)
         assert target(cluster) == 1
 
@@ -368,7 +368,7 @@ async def test_the_next_keeper_uses_the_session_that_runs_a_worker_of_two_in_the
     store.write_sessions(store.read("mine"), [unknown], [])
     async with rebuild("mine") as cluster:
         creator.kill()
-        await eventually(lambda: cluster.keeper is not None)
+        await eventually(lambda: cluster.is_keeper)
         await eventually(lambda: sorted(store.read("mine").sessions.values()) == ["mine-0", "scheduler"])
         await asyncio.sleep(60.0)
         assert it.platform.running["mine-0"] == first

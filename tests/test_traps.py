@@ -29,9 +29,9 @@ class PlainCluster(SpecCluster):
         options = Options.read(**options)
         folder = state_directory() / options.name
         folder.mkdir(parents=True)
-        self._api = WorkersAPI(module)
+        self.api = WorkersAPI(module)
         self.options = options
-        shared = {"api": self._api, "options": options, "place": Place(folder)}
+        shared = {"api": self.api, "options": options, "place": Place(folder)}
         worker = {"cls": CMLWorker, "options": shared}
         if options.processes > 1:
             worker["group"] = [f"-{i}" for i in range(options.processes)]
@@ -160,7 +160,7 @@ async def test_it_does_not_hold_for_the_base_class(it, scenario):
 
     def make(**options):
         cluster = PlainCluster(it.platform, **options)
-        apis.append(cluster._api)
+        apis.append(cluster.api)
         return cluster
 
     held = True

@@ -37,8 +37,7 @@ from dask_cml import (
     SessionFailed,
     output,
 )
-from dask_cml.keeper import keeper
-from dask_cml.keeper.backoff import Backoff
+from dask_cml.core.backoff import Backoff
 from dask_cml.layout import STARTED_FOLDER
 from dask_cml.local import processes
 from dask_cml.options import SessionSize, state_directory
@@ -49,6 +48,7 @@ from dask_cml.scheduler import lifetime
 from dask_cml.scheduler.health import Health
 from dask_cml.sessions import api_v2, here
 from dask_cml.sessions.causes import find_cause
+from dask_cml.sharing import keeper
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")

@@ -319,7 +319,7 @@ async def test_a_keeper_remembers_little_of_sessions_that_are_over(it):
         gc.collect()
         # The world remembers the sessions' code, and their scheduler the events.
         folder = Path(dask_cml.__file__).parent
-        parts = ("keeper/*", "records/*", "remote.py")
+        parts = ("cluster.py", "core/*", "sharing/*", "records/*")
         ours = [tracemalloc.Filter(True, str(folder / part)) for part in parts]
         statistics = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
         return sum(statistic.size for statistic in statistics)

@@ -70,7 +70,9 @@ def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0
 
 
 def start_display(processes, name="c", connected=()):
-    return StartDisplay(name, processes, lambda: connected)
+    scheduler, *workers = processes
+    by_name = {worker.name: worker for worker in workers}
+    return StartDisplay(name, scheduler, [*by_name], by_name, lambda: connected)
 
 
 @pytest.fixture(autouse=True)
@@ -381,7 +383,7 @@ def test_only_links_of_the_web_are_shown(url):
     session = Session(
         "id0", "worker", "c-0", "running", None, url, datetime.now(timezone.utc), SessionSize(1, 1)
     )
-    cluster = SimpleNamespace(sessions=[session], arrived=tuple)
+    cluster = SimpleNamespace(sessions=[session], view=SimpleNamespace(arrived=tuple))
     table = screens.render("cml_session_table.html.j2", cluster=cluster, status_of=screens.status_of)
     assert "id0" in table
     assert "<a" not in table
@@ -412,7 +414,7 @@ class InterruptedCluster(CMLCluster):
 
     async def _cancel_start(self):
         starting = asyncio.ensure_future(self._start())
-        while len(self._api.launched) < 3:
+        while len(self.api.launched) < 3:
             await asyncio.sleep(0.01)
         await cancel(starting)
 

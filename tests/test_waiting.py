@@ -67,7 +67,7 @@ async def listed(name, **expected):
 async def test_six_workers_where_one_has_room(platform, room, holds):
     room(2)
     async with make(n_workers=6) as cluster:
-        await holds(lambda: arrived(cluster) == 1 and len(cluster.waits()) == 5)
+        await holds(lambda: arrived(cluster) == 1 and len(cluster.view.waits()) == 5)
         before = {session.id for session in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
@@ -134,7 +134,7 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
         clusters.simulate(name="lab", n_workers=2) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
-        await eventually(lambda: arrived(cluster) == 1 and cluster.waits())
+        await eventually(lambda: arrived(cluster) == 1 and cluster.view.waits())
         it.platform.configure()
         cluster.scale(3)
 
@@ -177,8 +177,8 @@ async def test_adaptive_scaling_launches_no_more_while_sessions_wait_for_room(it
         Client(cluster, asynchronous=True) as client,
     ):
         cluster.scale(2)
-        await eventually(lambda: cluster.waits() and max(cluster.waits()) > 0.5)
-        await eventually(lambda: len(remote.waits()) == 1)
+        await eventually(lambda: cluster.view.waits() and max(cluster.view.waits()) > 0.5)
+        await eventually(lambda: len(remote.view.waits()) == 1)
         cluster.adapt(0, 10)
         futures = client.map(lambda i: time.sleep(1000), range(100))
         await asyncio.sleep(20)

@@ -76,22 +76,22 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     async with connected(name) as cluster:
         try:
             adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
-            await cluster.written()
-            adapts_here = cluster.keeper is not None
+            await cluster.sharing.written()
+            adapts_here = cluster.is_keeper
             bounds = f"{adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
             who = "this command adapts it, until Ctrl-C"
             if not adapts_here:
                 who = "the process that keeps it adapts it, also after this command"
             echo(f"Cluster {name} adapts between {bounds}: {who}")
             # The board says if another process keeps the cluster. The scheduler may be silent for long.
-            while _keeps(cluster) and cluster.limits(group) == adaptive.limits:
-                show(_present(cluster, cluster.target(group), group))
+            while _keeps(cluster) and cluster.view.limits(group) == adaptive.limits:
+                show(_present(cluster, cluster.view.target(group), group))
                 await asyncio.sleep(_INTERVAL)
         except asyncio.CancelledError:
             show()
             cluster.stop_adapting(group)
-            await cluster.written()
-            kept = _n_workers(cluster.target(group), group)
+            await cluster.sharing.written()
+            kept = _n_workers(cluster.view.target(group), group)
             echo(f"Cluster {name} keeps {kept} and no longer adapts")
             raise
         if cluster.status != Status.running:
@@ -104,7 +104,7 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
 def _keeps(cluster: CMLCluster) -> bool:
     from distributed.core import Status
 
-    return cluster.status == Status.running and cluster.keeper is not None
+    return cluster.status == Status.running and cluster.is_keeper
 
 
 def connected(name: str) -> CMLCluster:
@@ -122,8 +122,8 @@ def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
 
 def _present(cluster: CMLCluster, n: int, group: str) -> str:
     """Return in words how many of n worker sessions are connected, and how many are queued."""
-    words = f"{len(cluster.arrived(group))} of {_n_workers(n, group)} connected"
-    queued = waiting_workers(cluster.waits(group))
+    words = f"{len(cluster.view.arrived(group))} of {_n_workers(n, group)} connected"
+    queued = waiting_workers(cluster.view.waits(group))
     return f"{words}, {queued}" if queued else words
 
 
@@ -153,19 +153,24 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
     while True:
         words = _present(cluster, n, group)
         show(words)
-        if len(cluster.arrived(group)) == len(cluster.workers_of(group)) == n == cluster.target(group):
+        if (
+            len(cluster.view.arrived(group))
+            == len(cluster.view.workers_of(group))
+            == n
+            == cluster.view.target(group)
+        ):
             show()
             return
         problem = cluster.problem
         if cluster.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-        target = cluster.target(group)
+        target = cluster.view.target(group)
         if target != n:
             raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
-        if group in cluster.shortages:
-            raise CMLError(f"the cluster {name} has {cluster.shortages[group]}")
-        if group in cluster.gave_up:
-            raise CMLError(f"the cluster {name} launches {cluster.gave_up[group]}")
+        if group in cluster.view.shortages:
+            raise CMLError(f"the cluster {name} has {cluster.view.shortages[group]}")
+        if group in cluster.view.gave_up:
+            raise CMLError(f"the cluster {name} launches {cluster.view.gave_up[group]}")
         if time.monotonic() > deadline:
             words += f": {problem}" if problem else ""
             raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")
@@ -188,7 +193,7 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
     """
     async with connected(name) as cluster:
         await cluster.add_worker_group(group, **given(options))
-        n = cluster.target(group)
+        n = cluster.view.target(group)
         await wait_for_scale(cluster, n, group, timeout)
     echo(f"Worker group {group} added to cluster {name}: {_n_workers(n)}")
 

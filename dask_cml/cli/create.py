@@ -137,7 +137,7 @@ def create(new_name: str | None, **options: Any) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         cluster = ShellCluster(**unattended(given(options)), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
-    cluster.sync(cluster.outlive_this_process)
+    cluster.sync(cluster.ending.outlive_this_process)
     echo(cluster.name)
     echo(f"Address: {cluster.scheduler_address}", err=True)
     if cluster.dashboard_link:

@@ -25,6 +25,7 @@ from dask_cml.records.usage import Usage, usage_of
 from dask_cml.serve import views
 from dask_cml.serve.metrics import StartTimes
 from dask_cml.sessions.workers_api import load_platform
+from dask_cml.sharing.sharing import Sharing
 
 logger = get_logger(__name__)
 
@@ -49,8 +50,8 @@ class ServedCluster(CMLCluster):
         self._user = user
         super().__init__(**options, asynchronous=True, quiet=True)
 
-    def _maker(self) -> Maker:
-        return Maker.this_process(self._user, serves=True)
+    def _share(self, given: Mapping[str, Any]) -> Sharing:
+        return Sharing(self, given, Maker.this_process(self._user, serves=True))
 
 
 class ProjectClusters(Observers):
@@ -244,14 +245,14 @@ class ProjectClusters(Observers):
         """Adapt a worker group of a running cluster, see :meth:`CMLCluster.adapt`."""
         cluster = self.running(name)
         cluster.adapt(**limits)
-        await cluster.written()
+        await cluster.sharing.written()
 
     async def stop_adapting(self, name: str, group: str) -> None:
         """Keep the number of sessions of a running cluster's worker group."""
         cluster = self.running(name)
         cluster.groups.options(group)  # which must exist
         cluster.stop_adapting(group)
-        await cluster.written()
+        await cluster.sharing.written()
 
     async def create(self, options: Mapping[str, Any], user: str | None = None) -> dict[str, Any]:
         """Create a cluster that shuts down with this process, and describe it.
@@ -274,7 +275,7 @@ class ProjectClusters(Observers):
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         cluster = ServedCluster(user, **unattended(options))
-        record = cluster.new_record
+        record = cluster.sharing.new_record
         if record.name in self._connected():
             raise ClusterExists(record.name)
         earlier = self._by_name().get(record.name)

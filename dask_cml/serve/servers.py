@@ -178,7 +178,7 @@ class _Dashboard(DashboardProxy):
                 raise NoSuchCluster(name)
             if path:
                 cluster = clusters.running(name)
-                await self.forward(cluster.open_dashboard, self.request.path.split("/", 3)[3])
+                await self.forward(cluster.sharing.open_dashboard, self.request.path.split("/", 3)[3])
             else:
                 self.redirect("status")
         except NoSuchCluster:

@@ -33,10 +33,10 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
     usage : Usage or None
         Its usage, if known.
     """
-    description, board = describe(cluster), cluster.board
+    description, board = describe(cluster), cluster.sharing.board
     status, problem = cluster.status.name, description.problem
     workers = [*cluster.scheduler_info["workers"].values()]
-    if cluster.status == Status.running and not cluster.is_connected:
+    if cluster.status == Status.running and not cluster.sharing.is_connected:
         status = "not answering"
     elif cluster.status == Status.failed:
         status, problem = "closing", problem or "CML did not stop some sessions; delete the cluster again"
@@ -48,7 +48,8 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
         **unconnected(record, status, problem, usage),
         "words": ", ".join(filter(None, words)),
         "groups": [
-            _group(group, cluster.limits(group.name), len(cluster.waits(group.name))) for group in groups
+            _group(group, cluster.view.limits(group.name), len(cluster.view.waits(group.name)))
+            for group in groups
         ],
         "n_workers": sum(group.n_workers for group in groups),
         "n_arrived": sum(group.n_arrived for group in groups),
@@ -95,7 +96,7 @@ def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int)
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
     """Describe the sessions of a cluster that is connected."""
-    arrived, described = cluster.arrived(), []
+    arrived, described = cluster.view.arrived(), []
     for session in cluster.sessions:
         status = status_of(session, arrived)
         described.append(

@@ -120,7 +120,7 @@ class User(Actor):
     def adapt(self, cluster: CMLCluster, minimum: int, maximum: int, group: str) -> None:
         limits = {"minimum": minimum, "maximum": maximum, "worker_group": group}
         self.ask(cluster.adapt, **limits, **_ADAPT)
-        self.start(self._later(cluster.written))
+        self.start(self._later(cluster.sharing.written))
 
     def add_group(self, cluster: CMLCluster, name: str, n: int) -> None:
         self.start(self._later(cluster.add_worker_group, name, n_workers=n))

@@ -18,13 +18,14 @@ from distributed import SpecCluster
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_cml import cluster, observers, private_files, wrapper
-from dask_cml.keeper import kept_cluster
+from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.records import liveness, operations, record, store
 from dask_cml.scheduler import lifetime, plugin, state_file
 from dask_cml.serve import clusters
 from dask_cml.sessions import calls, entry, here
 from dask_cml.sessions import session as sessions
+from dask_cml.sharing import sharing
 
 from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
@@ -146,14 +147,14 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entry, kept_cluster)),
-        *((module, "os", files) for module in (state_file, store, wrapper)),
+        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entry, ending)),
+        *((module, "os", files) for module in (ending, state_file, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "os", files),
         (record, "psutil", table),
         *(
             (module, "load_platform", lambda _: it.platform)
-            for module in (operations, liveness, kept_cluster, clusters)
+            for module in (operations, liveness, cluster, clusters)
         ),
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
@@ -161,9 +162,9 @@ def _patched(it: World) -> contextlib.ExitStack:
         (state_file, "threading", _with(threading, Thread=Thread, Event=_Event)),
         (calls, "wait", it.loop.wait),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
-        (kept_cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
-        *((module, "no_longer_end_at_exit", _forget) for module in (kept_cluster, cluster)),
-        *((module, "unclosed", _clusters) for module in (observers, kept_cluster)),
+        (cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
+        (ending, "no_longer_end_at_exit", _forget),
+        *((module, "unclosed", _clusters) for module in (observers, sharing)),
     ]
     stack = contextlib.ExitStack()
     for module, name, value in patches:

@@ -166,11 +166,11 @@ def _uncaught_error() -> BaseException | None:
 
 def _end(cluster: Any, elsewhere: bool = False) -> None:
     try:
-        cluster.note_exit(_uncaught_error())
+        cluster.ending.note_exit(_uncaught_error())
         if elsewhere:
-            cluster.end_in_another_process(_TIMEOUT)
+            cluster.ending.end_in_another_process(_TIMEOUT)
         else:
-            cluster.end_now(_TIMEOUT)
+            cluster.ending.end_now(_TIMEOUT)
     except Exception as error:  # the other clusters are shut down nevertheless
         logger.error("%s", error)
     _clusters.pop(cluster, None)

@@ -41,7 +41,7 @@ class BoardState:
     closing, leaving : sequence of str
         Workers that the keeper is to close, and Dask workers whose session the platform is about to stop.
     report : mapping
-        What the keeper reports of the sessions, see :class:`dask_cml.keeper.report.Report`.
+        What the keeper reports of the sessions, see :class:`dask_cml.sharing.report.Report`.
     moves : int
         Counts the Dask workers that have connected or left.
     problem : str or None
@@ -77,7 +77,7 @@ class BoardState:
     most_age: int = 0
 
 
-class Remote:
+class Link:
     """Talks to the scheduler of one cluster.
 
     Parameters

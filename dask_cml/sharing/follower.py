@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.objects import SchedulerInfo
 
+from dask_cml.core.processes import connected_names
 from dask_cml.errors import CMLError
-from dask_cml.keeper.groups import Groups
-from dask_cml.keeper.outbox import Outbox
-from dask_cml.keeper.report import Report
-from dask_cml.keeper.retirement import connected_names
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import store
-from dask_cml.remote import BoardState, Remote
 from dask_cml.sessions.session import Session
+from dask_cml.sharing.link import BoardState, Link
+from dask_cml.sharing.outbox import Outbox
+from dask_cml.sharing.report import Report
 from dask_cml.validation import with_numbers
 
 if TYPE_CHECKING:
-    from dask_cml.keeper.kept_cluster import KeptCluster
+    from dask_cml.cluster import CMLCluster
 
 #: Dask workers whose description a process reads in a second, at most.
 _DESCRIPTIONS = 500
@@ -29,22 +29,20 @@ _DESCRIPTIONS = 500
 class Follower:
     """Follows the board of a cluster that another process keeps, and writes on it what is changed here.
 
-    It has the properties of :class:`~dask_cml.keeper.keeper.Keeper` that users see.
+    It has the members of :class:`~dask_cml.core.view.View` that users see.
 
     Parameters
     ----------
-    cluster : KeptCluster
+    cluster : CMLCluster
         The cluster, whose ``worker_spec`` shows what the keeper wants.
-    groups : Groups
-        The worker groups in that spec.
-    remote : Remote
+    link : Link
         Talks to the scheduler.
     outbox : Outbox
         Writes on the board.
     """
 
-    def __init__(self, cluster: KeptCluster, groups: Groups, remote: Remote, outbox: Outbox) -> None:
-        self._cluster, self._groups, self._remote, self._outbox = cluster, groups, remote, outbox
+    def __init__(self, cluster: CMLCluster, link: Link, outbox: Outbox) -> None:
+        self._cluster, self._groups, self._link, self._outbox = cluster, cluster.groups, link, outbox
         self._report = Report()
         #: How many moves of Dask workers are known, and when they were read.
         self._moves = -1
@@ -57,6 +55,10 @@ class Follower:
         """The cluster's sessions by their last known state, the scheduler's first."""
         return self._report.known_sessions()
 
+    def workers_of(self, group: str) -> list[str]:
+        """Return the names of a group's sessions, wanted or not."""
+        return [session.name for session in self.sessions if session.group == group]
+
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
         return self._groups.arrived(connected_names(self._cluster), group)
@@ -67,14 +69,14 @@ class Follower:
         waits = [session.waits_for for session in self.sessions if session.name in names]
         return [seconds for seconds in waits if seconds is not None]
 
-    def target(self, group: str) -> int:
+    def target(self, group: str = DEFAULT_GROUP) -> int:
         """Return how many worker sessions of a group are requested."""
-        board_group = self._remote.board.groups.get(group)
+        board_group = self._link.board.groups.get(group)
         return self._groups.target(group) if board_group is None else board_group.target
 
-    def limits(self, group: str) -> Mapping[str, Any] | None:
+    def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, Any] | None:
         """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
-        board_group = self._remote.board.groups.get(group)
+        board_group = self._link.board.groups.get(group)
         return self._groups.limits(group) if board_group is None else board_group.adapt
 
     @property
@@ -95,7 +97,7 @@ class Follower:
     @property
     def shortages(self) -> Mapping[str, str]:
         """Why the platform has launched only some workers of some groups, since users scaled them last."""
-        groups, requests = self._remote.board.groups, self._report.requests
+        groups, requests = self._link.board.groups, self._report.requests
         return {
             group: words
             for group, words in self._report.shortages.items()
@@ -105,8 +107,8 @@ class Follower:
     @property
     def untaken(self) -> list[str]:
         """The groups whose last change was asked for here, and that no keeper has taken yet."""
-        groups, requests = self._remote.board.groups, self._report.requests
-        own = [name for name, group in groups.items() if group.writer == self._remote.id]
+        groups, requests = self._link.board.groups, self._report.requests
+        own = [name for name, group in groups.items() if group.writer == self._link.id]
         return [name for name in own if requests.get(name, 0) < groups[name].request]
 
     @property
@@ -130,7 +132,7 @@ class Follower:
             self._groups.take(board.groups)
             for name, board_group in board.groups.items():
                 # An Adaptive of another class scales here, until a user of another process does.
-                is_own = board_group.writer == self._remote.id or self._outbox.changes
+                is_own = board_group.writer == self._link.id or self._outbox.changes
                 if not is_own and self._groups.adapts(name):
                     self._groups.adapt(name, None)
         self._report = Report.read(board.report) if board.report else Report()
@@ -145,7 +147,7 @@ class Follower:
         pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
         if board.moves != self._moves and time.monotonic() - self._read_workers_at > pause:
             self._read_workers_at = time.monotonic()
-            identity = await self._remote.ask("identity")
+            identity = await self._link.ask("identity")
             identity["workers"] = with_numbers(identity["workers"])
             self._cluster.scheduler_info = SchedulerInfo(identity)
             self._moves = board.moves
@@ -167,9 +169,9 @@ class Follower:
         """
         if not self._groups.is_changed_by_hand:
             return
-        assert self._cluster.record is not None
+        assert self._cluster.sharing.record is not None
         # Before the changes are taken: a board that comes meanwhile would replace them.
-        given = await asyncio.to_thread(store.given_names, self._cluster.record)
+        given = await asyncio.to_thread(store.given_names, self._cluster.sharing.record)
         differences: dict[str, Mapping[str, Any] | None] = {}
         changes: dict[str, Any] = {}
         with self._groups.changing():

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed.deploy.spec import SpecCluster
 
 from dask_cml.checks import message
-from dask_cml.keeper.adaptive import CMLAdaptive
+from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import Options
 from dask_cml.options.limits import Sessions
-from dask_cml.scheduler.board import BoardGroup
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -27,6 +25,18 @@ if TYPE_CHECKING:
 def is_of_session(spec: Mapping[str, Any]) -> bool:
     """Return whether a spec is that of a session. A subclass may have specs of workers of any other class."""
     return isinstance(spec.get("options", {}).get("options"), Options)
+
+
+class GroupDescription(Protocol):
+    """A worker group of another process, see :class:`dask_cml.scheduler.board.BoardGroup`."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options that differ from the cluster's."""
+
+    @property
+    def created(self) -> int:
+        """What distinguishes it from others with its name."""
 
 
 class Groups:
@@ -151,7 +161,7 @@ class Groups:
             self._excess.pop(group, None)
         self.adapt(group, None)
 
-    def take(self, groups: Mapping[str, BoardGroup]) -> list[str]:
+    def take(self, groups: Mapping[str, GroupDescription]) -> list[str]:
         """Have the groups of the board. Return the removed groups, including any that are added again."""
         removed = []
         for name in self.names:
@@ -164,27 +174,9 @@ class Groups:
                 self.add(name, self.options().of_group(group.options), group.created)
         return removed
 
-    def to_json(self, requests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Return the groups for a board, see :class:`~dask_cml.scheduler.board.BoardGroup`.
-
-        Parameters
-        ----------
-        requests : mapping of str to int
-            How many changes users have asked for, by group.
-        """
-        groups = {}
-        for group in self.names:
-            options = {} if group == DEFAULT_GROUP else self.options(group).group_arguments()
-            board_group = BoardGroup(
-                options=options,
-                target=self.target(group),
-                adapt=self.limits(group),
-                request=requests.get(group, 0),
-                created=self._created.get(group, 0),
-                own=self.own(group),
-            )
-            groups[group] = asdict(board_group)
-        return groups
+    def created(self, group: str) -> int:
+        """Return what distinguishes a group from others with its name."""
+        return self._created.get(group, 0)
 
     # -- adaptive scaling
 

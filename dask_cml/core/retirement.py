@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distributed.deploy.spec import SpecCluster
 from distributed.protocol import pickle
 
 from dask_cml import protocol
 from dask_cml.cancellation import cancel
+from dask_cml.core.interface import Cluster
+from dask_cml.core.processes import Processes, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import Logger
 from dask_cml.rpc import NO_ANSWER, Ask
 from dask_cml.sessions.process import CMLWorker
-from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
 
 if TYPE_CHECKING:
@@ -31,37 +31,19 @@ logger = Logger(__name__)
 _NO_LIMIT = 7 * 24 * 3600.0
 
 
-def connected_names(cluster: SpecCluster) -> set[str]:
-    """Return the names of all Dask workers that are connected to a cluster's scheduler."""
-    return {str(info["name"]) for info in [*cluster.scheduler_info["workers"].values()]}
-
-
 class Retirements:
     """Retires workers in tasks, so that a worker that does not answer blocks nothing else.
 
     Parameters
     ----------
-    cluster : SpecCluster
+    cluster : Cluster
         The cluster.
-    ask : callable
-        Asks its scheduler.
-    api : WorkersAPI
-        Lists the sessions.
-    log : callable
-        Called with every line for the user.
-    woken : asyncio.Event
-        Set when workers are retired.
+    processes : Processes
+        Its sessions.
     """
 
-    def __init__(
-        self,
-        cluster: SpecCluster,
-        ask: Ask,
-        api: WorkersAPI,
-        log: Callable[[str], None],
-        woken: asyncio.Event,
-    ) -> None:
-        self._cluster, self._ask, self._api, self._log, self._woken = cluster, ask, api, log, woken
+    def __init__(self, cluster: Cluster, processes: Processes) -> None:
+        self._cluster, self._processes = cluster, processes
         self._limit: float = setting("retire-timeout")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -77,6 +59,14 @@ class Retirements:
             if connected.intersection(worker.dask_names) and (is_late or worker.cannot_move_to is not None):
                 late.append(name)
         return f"waiting for the data of {', '.join(sorted(late))}" if late else None
+
+    async def choose(self, group: str, n: int, **arguments: Any) -> list[str]:
+        """Choose the `n` workers of a group that cost least to close. Workers that are absent come first."""
+        absent = self._processes.absent(group)[:n]
+        workers, arrived = self._cluster.groups.dask_workers(group), self._processes.arrived(group)
+        candidates = {name: workers[name] for name in reversed(workers) if name in arrived}
+        processes = self._cluster.groups.options(group).processes
+        return absent + await choose(self._cluster.ask, n - len(absent), candidates, processes, **arguments)
 
     def may_retire(self, worker: CMLWorker) -> bool:
         """Return whether to retire a worker now, or again because others have connected since."""
@@ -119,9 +109,9 @@ class Retirements:
                 if worker.retired:
                     continue
                 if worker.cannot_move_to is None:
-                    self._log(f"Worker {worker.name} stays until other workers can take its data")
+                    self._cluster.tell(f"Worker {worker.name} stays until other workers can take its data")
                 worker.cannot_move_to = connected.difference(worker.dask_names)
-            self._woken.set()
+            self._cluster.woken.set()
         finally:
             for worker in workers:
                 worker.retiring_since = None
@@ -137,16 +127,16 @@ class Retirements:
         try:
             # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
             # closed with their data.
-            retired = await self._ask("retire_workers", _NO_LIMIT, names=sorted(sessions))
+            retired = await self._cluster.ask("retire_workers", _NO_LIMIT, names=sorted(sessions))
         finally:
             await cancel(watching)
         left = sessions.keys() - {str(info["name"]) for info in retired.values()}
-        held = await self._ask(protocol.HELD, names=sorted(left)) if left else {}
+        held = await self._cluster.ask(protocol.HELD, names=sorted(left)) if left else {}
         holding = {sessions[name] for name in left & held.keys() if held[name]["nbytes"]}
         if holding:
             # The platform may list a session as ended before the scheduler notices it.
             with contextlib.suppress(CMLError):
-                listing = await self._api.sessions()
+                listing = await self._cluster.api.sessions()
                 holding -= {worker.name for worker in workers if worker.update(listing)}
         return holding
 
@@ -160,22 +150,23 @@ class Retirements:
         await asyncio.sleep(min(timing.long_retirement, self._limit))
         connected = connected_names(self._cluster)
         late = sorted(worker.name for worker in workers if connected.intersection(worker.dask_names))
-        self._log(
-            f"Cluster {self._cluster.name} waiting for other workers to copy the data of {', '.join(late)}"
+        self._cluster.tell(
+            f"Cluster {self._cluster.options.name} waiting for other workers to copy the data of "
+            f"{', '.join(late)}"
         )
         heard: dict[str, float] = {}
         while True:
             with contextlib.suppress(*NO_ANSWER, CMLError):
-                held = await self._ask(protocol.HELD, names=sorted(sessions))
+                held = await self._cluster.ask(protocol.HELD, names=sorted(sessions))
                 before, heard = heard, {name: state["last_seen"] for name, state in held.items()}
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 for session in sorted({sessions[name] for name in silent}):
-                    self._log(f"Worker {session} abandoned: no answer for {self._limit:g} s")
-                await drop(self._cluster, self._ask, silent)
+                    self._cluster.tell(f"Worker {session} abandoned: no answer for {self._limit:g} s")
+                await drop(self._cluster, silent)
             await asyncio.sleep(self._limit)
 
 
-async def drop(cluster: SpecCluster, ask: Ask, names: Collection[str]) -> None:
+async def drop(cluster: Cluster, names: Collection[str]) -> None:
     """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
 
     Raises
@@ -185,7 +176,7 @@ async def drop(cluster: SpecCluster, ask: Ask, names: Collection[str]) -> None:
     """
     for address, info in [*cluster.scheduler_info["workers"].items()]:
         if str(info["name"]) in names:
-            await ask("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")
+            await cluster.ask("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")
 
 
 async def choose(

@@ -15,15 +15,15 @@ from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.remote import Remote
 from dask_cml.rpc import NO_ANSWER
+from dask_cml.sessions.answers import SessionInfo
 from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI
 from dask_cml.timing import timing
 from dask_cml.words import first_line
 
 if TYPE_CHECKING:
-    from dask_cml.keeper.kept_cluster import KeptCluster
+    from dask_cml.cluster import CMLCluster
+    from dask_cml.sharing.sharing import Sharing
 
 logger = Logger(__name__)
 
@@ -48,12 +48,10 @@ class Failover:
 
     Parameters
     ----------
-    cluster : KeptCluster
+    sharing : Sharing
+        Follows the last scheduler, or launches the next one.
+    cluster : CMLCluster
         The cluster.
-    remote : Remote
-        Talks to the scheduler.
-    api : WorkersAPI
-        Lists the scheduler's session.
 
     Attributes
     ----------
@@ -61,8 +59,8 @@ class Failover:
         Why the scheduler is not reached. None if it is.
     """
 
-    def __init__(self, cluster: KeptCluster, remote: Remote, api: WorkersAPI) -> None:
-        self._cluster, self._remote, self._api = cluster, remote, api
+    def __init__(self, sharing: Sharing, cluster: CMLCluster) -> None:
+        self._sharing, self._cluster, self._link = sharing, cluster, sharing.link
         self.begin_anew()
 
     # -- what the user is told
@@ -79,7 +77,7 @@ class Failover:
         self._since = now if self._since is None else self._since
         if now - self._since > timing.unreachable and not self._is_told:
             self._is_told = True
-            self._cluster._log(
+            self._cluster.tell(
                 f"Cluster {self._cluster.options.name} not connected for {now - self._since:.0f} s: "
                 f"{first_line(why)}; it connects as soon as its scheduler answers"
             )
@@ -88,7 +86,7 @@ class Failover:
         """Note that the scheduler is reached, and tell a user who was told of the outage."""
         if self._is_told and self._since is not None:
             duration = time.monotonic() - self._since
-            self._cluster._log(f"Cluster {self._cluster.options.name} connected again after {duration:.0f} s")
+            self._cluster.tell(f"Cluster {self._cluster.options.name} connected again after {duration:.0f} s")
         self.begin_anew()
 
     # -- has it ended?
@@ -109,7 +107,7 @@ class Failover:
             If nobody can say, because the record cannot be read now.
         """
         why = await self._why_lost(record)
-        if why is not None and not self._remote.connected:
+        if why is not None and not self._link.connected:
             await self._connect_to_next(record, why)
 
     async def _why_lost(self, known: Record) -> str | None:
@@ -119,7 +117,7 @@ class Failover:
             return "another process replaces it"
         listing: Mapping[str, SessionInfo] | None = None
         with contextlib.suppress(CMLError):
-            listing = await self._api.sessions()
+            listing = await self._cluster.api.sessions()
         if isinstance(scheduler, CMLScheduler):
             if listing is not None:
                 scheduler.update(listing)
@@ -127,7 +125,7 @@ class Failover:
                 return await self._why_it_ended(record, scheduler)
             if scheduler.is_listed if listing is None else scheduler.session_id in listing:
                 return None
-        silent = time.monotonic() - self._remote.heard
+        silent = time.monotonic() - self._link.heard
         if silent <= timing.silence + timing.answer or not await asyncio.to_thread(
             liveness.is_silent, record
         ):
@@ -190,7 +188,7 @@ class Failover:
                     f"its next scheduler speaks protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
                 )
             elif (is_next or unreached) and last.address is not None:
-                await cluster.follow_other(record)
+                await self._sharing.follow_other(record)
                 return
             elif not (is_next and self._may_start(last, waited)) and self._may_launch(waited):
                 try:
@@ -216,7 +214,7 @@ class Failover:
 
     def _may_launch(self, waited: float) -> bool:
         """Return whether this process launches the next scheduler if nobody else has done so until now."""
-        return self._cluster.keeper is not None or (self._cluster.may_keep and waited > timing.succession)
+        return self._cluster.is_keeper or (self._sharing.may_keep and waited > timing.succession)
 
     def _may_start(self, last: SchedulerState, waited: float) -> bool:
         """Return whether the scheduler that another process launches has time left to start."""
@@ -226,7 +224,7 @@ class Failover:
     async def _answers(self, record: Record) -> bool:
         """Return whether the scheduler answers, although its session seems to have ended."""
         with contextlib.suppress(*NO_ANSWER):
-            hello = await self._remote.ask(protocol.HELLO, timing.retry)
+            hello = await self._link.ask(protocol.HELLO, timing.retry)
             return {"record": record.id, "number": record.scheduler.number}.items() <= dict(hello).items()
         return False
 
@@ -260,4 +258,4 @@ class Failover:
         latest = await self._read(record, why)
         if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
             return False
-        return await self._cluster.launch_next(record, why, restarts, limit)
+        return await self._sharing.launch_next(record, why, restarts, limit)

@@ -18,8 +18,8 @@ from distributed.deploy.adaptive import Adaptive
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml.checks import integer, seconds
+from dask_cml.core.policy import sessions_wanted
 from dask_cml.errors import CMLError
-from dask_cml.keeper.policy import sessions_wanted
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import Logger
 
@@ -242,8 +242,7 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The wanted sessions of which a Dask worker is connected."""
-        keeper = self.cluster.keeper
-        return keeper.arrived(self._group) if keeper is not None else set()
+        return self.cluster.processes.arrived(self._group) if self.cluster.is_keeper else set()
 
     @property
     def start_time(self) -> float:
@@ -255,7 +254,7 @@ class CMLAdaptive(Adaptive):
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
         # Groups that adapt share one answer of the scheduler.
-        snapshot = await self.cluster.keeper.snapshot(max_age=(self.interval or 0.0) / 2)
+        snapshot = await self.cluster.demand.snapshot(max_age=(self.interval or 0.0) / 2)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
         self._learn(arrived, now)
         start_time = self.start_time
@@ -288,7 +287,7 @@ class CMLAdaptive(Adaptive):
             return len(self.plan)
         if self._group not in self.cluster.groups or not self.cluster.keeps:
             return len(self.plan)
-        return int(self.cluster.keeper.affordable(target, self._group))
+        return int(self.cluster.launches.affordable(target, self._group))
 
     def _learn(self, arrived: set[str], now: float) -> None:
         """Learn how long sessions took from their launch until they connected."""
@@ -306,7 +305,7 @@ class CMLAdaptive(Adaptive):
         # The scheduler does not know which busy sessions run other groups' tasks. Idle sessions close first.
         n_idle = max(0, len(plan) - self._busy)
         borrowed = [name for name in self._borrowed if name in plan][: max(0, n - n_idle)]
-        chosen = await self.cluster.keeper.choose(
+        chosen = await self.cluster.retirements.choose(
             self._group, n - len(borrowed), worker_key=self.worker_key, **arguments
         )
         return [*dict.fromkeys([*borrowed, *chosen])]
@@ -316,11 +315,11 @@ class CMLAdaptive(Adaptive):
         with self.cluster.groups.lock:  # a user may scale, and so release this, in another thread
             if self.cluster.keeps and not self._released:
                 self.cluster.groups.resize(self._group, n, ())
-                self.cluster.keeper.woken.set()
+                self.cluster.woken.set()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
         with self.cluster.groups.lock:
             if self.cluster.keeps and not self._released:
                 self.cluster.groups.drop(workers)
-                self.cluster.keeper.woken.set()
+                self.cluster.woken.set()

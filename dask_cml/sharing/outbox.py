@@ -10,8 +10,8 @@ from typing import Any
 
 from dask_cml.errors import CMLError
 from dask_cml.output import Logger
-from dask_cml.remote import Remote
 from dask_cml.rpc import NO_ANSWER
+from dask_cml.sharing.link import Link
 
 logger = Logger(__name__)
 
@@ -48,12 +48,12 @@ class Outbox:
     ----------
     cluster : str
         The cluster's name.
-    remote : Remote
+    link : Link
         Talks to the scheduler.
     """
 
-    def __init__(self, cluster: str, remote: Remote) -> None:
-        self._cluster, self._remote = cluster, remote
+    def __init__(self, cluster: str, link: Link) -> None:
+        self._cluster, self._link = cluster, link
         self._lock = threading.Lock()
         self._changes: list[Change] = []
         self._last = 0
@@ -100,9 +100,9 @@ class Outbox:
 
     async def _send(self, change: Change) -> None:
         try:
-            await self._remote.change(change.number, **change.content)
+            await self._link.change(change.number, **change.content)
         except NO_ANSWER as error:
-            raise self._remote.no_answer(error) from error
+            raise self._link.no_answer(error) from error
         except CMLError as error:
             change.refusal = error
             if not change.is_awaited:

@@ -6,14 +6,20 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import dask.config
 from dask.utils import parse_timedelta
 
 from dask_cml import protocol
+from dask_cml.core.adoption import Adoption
+from dask_cml.core.interface import Cluster
+from dask_cml.core.launches import Launches
+from dask_cml.core.processes import Processes, connected_names
+from dask_cml.core.retirement import drop
 from dask_cml.errors import CMLError
+from dask_cml.options import setting
 from dask_cml.output import Logger
 from dask_cml.rpc import NO_ANSWER, Ask
 from dask_cml.sessions.causes import Cause, Loss, find_cause
@@ -22,6 +28,106 @@ from dask_cml.sessions.session import note_reasons
 from dask_cml.timing import timing
 
 logger = Logger(__name__)
+
+#: Characters of a cause that the scheduler logs.
+_LONGEST_CAUSE = 300
+
+
+class Losses:
+    """Finds the workers of a cluster that are lost, and replaces them in its ``worker_spec``.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    processes, launches, adoption
+        Its parts.
+    """
+
+    def __init__(
+        self, cluster: Cluster, processes: Processes, launches: Launches, adoption: Adoption
+    ) -> None:
+        self._cluster, self._processes, self._launches = cluster, processes, launches
+        self._adoption = adoption
+        self._watch_interval: float = setting("api.watch-interval")
+        #: When the platform has listed the sessions last.
+        self._listed = -math.inf
+
+    async def find(self, heard_since: float) -> dict[str, Loss]:
+        """Return why wanted workers are lost, by their names.
+
+        Parameters
+        ----------
+        heard_since : float
+            The monotonic time since which the scheduler has answered.
+
+        Raises
+        ------
+        CallFailed
+            If the platform does not list the sessions. Then no loss is known.
+        OSError, asyncio.TimeoutError, CMLError
+            If the scheduler does not answer.
+        """
+        now, connected = time.monotonic(), connected_names(self._cluster)
+        wanted = self._processes.wanted()
+        incomplete = missing(wanted, connected)
+        incomplete_names = {worker.name for worker in incomplete}
+        for worker in wanted:
+            if not worker.has_arrived and worker.name not in incomplete_names:
+                worker.has_arrived = True
+                self._launches.backoff(self._cluster.groups.group_of(worker.name)).arrived(now)
+        if losses := noticed(wanted, self._cluster.sharing.leaving):
+            return losses
+        # A node that fails closes no connections: the scheduler notices it only after
+        # ``distributed.comm.timeouts.tcp``, the platform within a second.
+        is_due = now - self._listed >= self._watch_interval
+        if not (incomplete or is_due or any(not worker.is_known_to_run for worker in wanted)):
+            return {}
+        listing = await self._cluster.api.sessions()
+        self._listed = time.monotonic()
+        self._adoption.take_connected()
+        dead: set[str] = set()
+        for process in self._processes.launched:
+            if process.update(listing) and isinstance(process, CMLWorker):
+                dead.update(process.dask_names)
+        dead &= connected_names(self._cluster)
+        if dead:
+            logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
+            await drop(self._cluster, dead)
+        incomplete = missing(self._processes.wanted(), connected_names(self._cluster) - dead)
+        await self._adoption.take_started(incomplete, listing)
+        return await find_losses(incomplete, self._cluster.ask, time.monotonic() - heard_since)
+
+    async def replace(self, losses: Mapping[str, Loss]) -> None:
+        """Want other workers instead of lost ones. Their sessions are stopped by the next step."""
+        workers = {worker.name: worker for worker in self._processes.workers()}
+        groups = {name: self._cluster.groups.group_of(name) for name in losses}
+        lost = {name: loss for name, loss in losses.items() if self._cluster.groups.replace(name)}
+        for group in {groups[name] for name in lost}:
+            of_group = {name: loss for name, loss in lost.items() if groups[name] == group}
+            self._launches.backoff(group).lost(of_group)
+        for name, loss in lost.items():
+            self._cluster.sharing.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
+            # The log of a session that had no name is that of the session which had it first.
+            if name in workers and loss.cause not in (Cause.CLOSED, Cause.NAME_TAKEN):
+                await workers[name].note_loss(loss)
+
+    def note_states(self) -> None:
+        """Note which sessions are queued, and which run."""
+        for worker in self._processes.wanted():
+            state = "running" if worker.is_known_to_run else None
+            if worker.waits_for is not None:
+                state = "waiting"
+            if state is not None and state != worker.logged:
+                worker.logged = state
+                self._cluster.sharing.event(state, worker.name)
+
+    def note_connected(self, names: Iterable[str]) -> None:
+        """Note Dask workers that have connected. Some may be gone before the next look."""
+        for name in names:
+            worker = self._cluster.workers.get(name) or self._cluster.workers.get(name.rpartition("-")[0])
+            if isinstance(worker, CMLWorker) and name in worker.dask_names:
+                worker.seen.add(name)
 
 
 def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[str, Loss]:

@@ -1,0 +1,509 @@
+"""The end of a process's part in a cluster: it shuts the cluster down, or leaves it to other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from distributed.core import Status
+
+from dask_cml import output, protocol
+from dask_cml.cancellation import cancel
+from dask_cml.core.adoption import Adoption
+from dask_cml.core.alone import How
+from dask_cml.core.at_exit import no_longer_end_at_exit
+from dask_cml.core.demand import Demand
+from dask_cml.core.interface import Cluster
+from dask_cml.core.launches import Launches
+from dask_cml.core.processes import Processes, connected_names
+from dask_cml.core.retirement import Retirements
+from dask_cml.core.stops import Stops
+from dask_cml.core.view import View
+from dask_cml.errors import CMLError
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.output import Logger
+from dask_cml.rpc import NO_ANSWER
+from dask_cml.sessions.answers import CallFailed
+from dask_cml.timing import timing
+from dask_cml.words import first_line
+
+logger = Logger(__name__)
+
+#: Seconds between two tries to stop the sessions of a cluster that has ended.
+_STOP_AGAIN = 60.0
+
+
+class Ending:
+    """Ends a process's part in a cluster.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    processes, launches, retirements, stops, view, adoption, demand
+        Its parts.
+
+    Attributes
+    ----------
+    how : How or None
+        How it ends or has ended. None: it has not begun.
+    finishes : bool
+        Whether this process leaves, and does first what it was asked for.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        processes: Processes,
+        launches: Launches,
+        retirements: Retirements,
+        stops: Stops,
+        view: View,
+        adoption: Adoption,
+        demand: Demand,
+    ) -> None:
+        self.how: How | None = None
+        self.finishes = False
+        self._name = cluster.options.name
+        self._pid = os.getpid()
+        self._cluster, self._processes, self._launches = cluster, processes, launches
+        self._retirements, self._stops, self._view = retirements, stops, view
+        self._adoption, self._demand = adoption, demand
+        self._task: asyncio.Task[None] | None = None
+        self._close_lock = threading.RLock()
+        #: Whether the thread that has the lock closes.
+        self._closes = False
+
+    @property
+    def usual_how(self) -> How:
+        """How this object closes at the end of its block or program."""
+        return How.SHUT_DOWN if self._cluster.shutdown_on_close else How.LEAVE
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this object is being closed, or is closed."""
+        return self._task is not None
+
+    async def end(self, how: How) -> None:
+        """Shut the cluster down, or leave it to other processes.
+
+        Raises
+        ------
+        CMLError
+            If sessions are not stopped, or this process leaves before it has carried out the last change.
+        """
+        if self._cluster.status == Status.closed and (self.how is How.SHUT_DOWN or how is How.LEAVE):
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # as in a block that is collected, whose loop has ended: end_now() closes
+            return
+        ending = self._task
+        again = ending is not None and ending.done() and self._cluster.status == Status.failed
+        if ending is None or again or (how is How.SHUT_DOWN and self.how is How.LEAVE):
+            self.how = how
+            ending = self._task = loop.create_task(self._end_once(how, ending))
+        await asyncio.shield(ending)
+
+    async def _end_once(self, how: How, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None and not earlier.done():  # this object leaves the cluster, which is to end
+            await asyncio.wait([earlier])
+        self._cluster.status = Status.closing
+        not_done: str | None = None
+        if how is How.LEAVE and earlier is None:
+            await self._cluster.sharing.write_last()
+        self._cluster.groups.stop_adapting()
+        try:
+            try:
+                if how is How.LEAVE:
+                    not_done = await self._finish()
+            finally:
+                await cancel(self._cluster.starting, *self._cluster.sharing.tasks)
+                await self._cluster.stop_looking()
+            if self._cluster.is_keeper:
+                await self.stop_waiting()
+            if how is How.SHUT_DOWN:
+                await self._say_goodbye()
+            await self._cluster.sharing.close(how)
+            if not_done is not None and await self._cluster.sharing.is_succeeded():
+                not_done = None
+        except Exception:  # the sessions are stopped even so
+            logger.exception("Cluster %s not closed properly", self._name)
+        self._cluster.sharing.disconnect()
+        try:
+            if how is How.SHUT_DOWN:
+                await self._stop_sessions()
+            else:
+                self._forget_sessions()
+                await self._cluster.api.close()
+        except BaseException:
+            self._cluster.status = Status.failed
+            raise
+        await self._cluster.close_dask()
+        no_longer_end_at_exit(self._cluster)
+        await asyncio.to_thread(output.flush)
+        if not_done is not None and self.how is How.LEAVE:
+            raise CMLError(not_done)
+
+    async def _say_goodbye(self) -> None:
+        """Let the scheduler inform its workers and clients of its end."""
+        if self._cluster.scheduler_comm is not None:
+            try:
+                await self._cluster.ask("terminate", timing.goodbye, reason=self._cluster.end_reason)
+            except Exception as error:  # its workers may be frozen, and Dask's errors vary
+                logger.debug("Scheduler of cluster %s gave no answer: %r", self._name, error)
+
+    async def stop_waiting(self) -> None:
+        """Stop waiting for launches, workers and sessions."""
+        await self._launches.stop()
+        self._adoption.take_connected()  # other processes are to find the sessions of the workers
+        await self._retirements.close()
+        await self._stops.close()
+        await cancel(self._demand.question)
+
+    def _forget_sessions(self) -> None:
+        """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
+        if not self._cluster.is_keeper:
+            self._cluster.api.forget(*self._cluster.api.live)
+        elif not self._cluster.sharing.is_gone:
+            self._cluster.api.forget(*[str(process.session_id) for process in self._processes.launched])
+
+    async def _stop_sessions(self) -> None:
+        """Stop all sessions of the cluster, from all processes, and then remove the record."""
+        await self._cluster.sharing.remember_usage()
+        try:
+            await self._cluster.api.close(self._stop_sessions_now)
+        except CallFailed as error:
+            if await self._cluster.sharing.has_scheduler_closed():
+                raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
+            raise
+
+    def _stop_sessions_now(self) -> None:
+        """Stop all sessions and remove the record, like :meth:`_stop_sessions`. Blocks."""
+        output.flush()  # the cluster's own log is kept with its history
+        self._cluster.sharing.stop_and_remove()
+
+    async def end_again(self) -> None:
+        """Shut the cluster down, because it is over. Try again if sessions were not stopped."""
+        while self._cluster.status != Status.closed:
+            try:
+                await self.end(How.SHUT_DOWN)
+            except Exception as error:
+                logger.error("%s", error)
+                await asyncio.sleep(_STOP_AGAIN)
+
+    async def stop_all(self, sessions: Mapping[str, str]) -> None:
+        """Stop all sessions, among them these, for another scheduler. The next step tries again."""
+        await self._processes.close_others(self._processes.others)
+        await self._retirements.close()
+        for session, name in sessions.items():
+            self._cluster.api.adopt(session, name)
+        await self._stops.start({*self._cluster.api.live})
+
+    async def yield_sessions(self) -> None:
+        """Leave the sessions to another process that keeps the cluster now, and stop nothing."""
+        await self._cluster.stop_looking()
+        async with self._cluster._lock:
+            await self.stop_waiting()
+            self._cluster.api.forget(*self._cluster.api.live)
+            self._cluster.workers.clear()
+        self._cluster.groups.yield_adapting()
+        await self._cluster.unsubscribe()
+
+    async def outlive_this_process(self) -> None:
+        """Let the cluster run on when this process exits, until the session ends that launched it.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer. The cluster is still shut down with this process.
+        """
+        await self._cluster.sharing.never_orphan()
+        self._cluster.shutdown_on_close = False
+
+    # -- what is left to do
+
+    async def _finish(self) -> str | None:
+        """Do what users have asked for, before this process leaves. Return what is not done."""
+        self.finishes = True
+        try:
+            await self.wait_until_done(self._left_to_do)
+        finally:
+            self.finishes = False
+            self._cluster.groups.stop_adapting()  # another process may have asked for it meanwhile
+        return self.not_done
+
+    def _left_to_do(self) -> Sequence[str]:
+        """Return the names of the sessions that this process has to launch or to stop before it leaves."""
+        if self.how is How.SHUT_DOWN or not self._cluster.sharing.follows:
+            return []
+        return self._to_do if self._cluster.is_keeper else self._cluster.sharing.left_to_do
+
+    @property
+    def _to_do(self) -> list[str]:
+        """The names of the sessions that the next steps stop and launch."""
+        return self._view.to_stop + self._view.to_launch
+
+    @property
+    def not_done(self) -> str | None:
+        """What is not carried out if this process leaves now, as a sentence. None if nothing is left."""
+        if not self._cluster.sharing.has_followed:  # it has not started
+            return None
+        parts = []
+        if self._cluster.is_keeper:
+            if to_stop := self._view.to_stop:
+                parts.append(f"{', '.join(to_stop)} not stopped")
+            if to_launch := self._view.to_launch:
+                parts.append(f"{', '.join(to_launch)} not launched")
+        elif self._cluster.sharing.left_to_do:
+            parts.append("no process that keeps the cluster has taken it")
+        if not parts:
+            return None
+        commands = [
+            f"`dask cml {shlex.join(self._scale_command(group))}`" for group in self._unfinished_groups
+        ]
+        return (
+            f"cluster {self._name} left before its last change was carried out: {', '.join(parts)} "
+            f"({self.why_not_done}). To carry it out, run {' and '.join(commands)}"
+        )
+
+    @property
+    def _unfinished_groups(self) -> list[str]:
+        """The groups of which sessions are still to be launched or stopped, at least one."""
+        names = self._to_do if self._cluster.is_keeper else []
+        groups = {self._cluster.groups.group_of(name) for name in names}.union(self._cluster.sharing.untaken)
+        return sorted(group for group in groups if group in self._cluster.groups) or [DEFAULT_GROUP]
+
+    def _scale_command(self, group: str) -> list[str]:
+        """Return the arguments of ``dask cml`` by which another process carries out what is wanted."""
+        option = [] if group == DEFAULT_GROUP else ["--group", group]
+        return ["scale", self._name, str(self._cluster.view.target(group)), *option]
+
+    async def wait_until_done(self, left: Callable[[], Sequence[str]]) -> Sequence[str]:
+        """Wait until no session is left to launch or to stop, or nothing gets on. Return what is left.
+
+        Nothing gets on if all of these sessions stay until other workers can take their data, or if for
+        ``timing.finish`` none was launched or stopped, and no data was moved.
+
+        Parameters
+        ----------
+        left : callable
+            Returns the names of the sessions that are still to be launched or stopped.
+        """
+        fewest, least, deadline = math.inf, math.inf, 0.0
+        while (names := left()) and not {*names} <= {*self._cluster.view.staying}:
+            now = time.monotonic()
+            if len(names) < fewest:
+                fewest, deadline = len(names), now + timing.finish
+            elif now > deadline:
+                moving = await self._data_to_move()
+                if not 0 < moving < least:
+                    break
+                least, deadline = moving, now + timing.finish
+            await asyncio.sleep(timing.collect)
+        return names
+
+    async def _data_to_move(self) -> int:
+        """Return how many bytes are in Dask workers that are not wanted any more. 0 if it is not known."""
+        wanted = {name for names in self._cluster.groups.dask_workers().values() for name in names}
+        try:
+            held = await self._cluster.ask(
+                protocol.HELD, names=sorted(connected_names(self._cluster) - wanted)
+            )
+        except (*NO_ANSWER, CMLError):
+            return 0
+        return sum(state["nbytes"] for state in held.values())
+
+    @property
+    def why_not_done(self) -> str:
+        """Why sessions are not stopped or launched, as a clause."""
+        known = self._cluster.view.not_stopped or self._cluster.sharing.problem or self._cluster.view.problem
+        return known or f"nothing has changed for {timing.finish:g} s"
+
+    # -- from other threads, and without an event loop
+
+    def end_from_outside(self, how: How, timeout: float | None = None) -> Any:
+        """Do the same as :meth:`end` for a user: return an awaitable in the event loop, and block elsewhere.
+
+        Raises
+        ------
+        TimeoutError
+            If it takes longer than `timeout` seconds.
+        """
+        if self._cluster.asynchronous:
+            return self._cluster.sync(self.end, how, callback_timeout=timeout)
+        if self.is_forks_copy:
+            return None
+        # A second thread would wait for a loop that the first thread has stopped.
+        if not self._close_lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError(f"cluster {self._name} not closed within {timeout:g} s by another thread")
+        # A signal handler of the program may interrupt this thread while it closes, and close, too.
+        is_nested, self._closes = self._closes, True
+        try:
+            if is_nested and self._cluster.status == Status.closed:
+                return None
+            if self._loop_runs:
+                self._cluster.sync(self.end, how, callback_timeout=timeout)
+            else:
+                self._end_without_loop(how)
+        finally:
+            if not is_nested and self._cluster.status == Status.closed:
+                self._cluster._loop_runner.stop()
+            self._closes = is_nested
+            self._close_lock.release()
+        return None
+
+    @property
+    def _loop_runs(self) -> bool:
+        loop = self._cluster.loop
+        return loop is not None and loop.asyncio_loop.is_running()
+
+    def end_now(self, timeout: float) -> None:
+        """Close when the interpreter exits. Blocks.
+
+        Parameters
+        ----------
+        timeout : float
+            Maximum time to wait for the event loop, in seconds.
+
+        Raises
+        ------
+        CMLError
+            If the platform did not stop some sessions, or this process leaves before it has carried out the
+            last change. The message names the sessions.
+        """
+        closing = self.end(self.usual_how)
+        try:
+            loop = None if self._cluster.starting is None else self._cluster.starting.get_loop()
+            if loop is not None and loop.is_running():
+                asyncio.run_coroutine_threadsafe(closing, loop).result(timeout)
+        except CMLError:
+            self._cluster.status = Status.closed  # so that Dask does not close it again
+            raise
+        except Exception as error:
+            logger.info("Event loop of cluster %s not used to close it: %r", self._name, error)
+        finally:
+            if inspect.getcoroutinestate(closing) == inspect.CORO_CREATED:  # the loop has ended
+                closing.close()
+        try:
+            self._end_without_loop(self.usual_how)
+        finally:
+            self._cluster.status = Status.closed
+
+    def end_in_another_process(self, timeout: float) -> None:
+        """Close when the interpreter exits and starts no threads, as the platform does. Blocks.
+
+        Parameters
+        ----------
+        timeout : float
+            Maximum time to wait for the process, in seconds.
+
+        Raises
+        ------
+        OSError, subprocess.SubprocessError
+            If the process does not start, or does not end in time.
+        """
+        folder, status = self._cluster.sharing.folder, self._cluster.status
+        commands = [["delete", self._name, "--reason", self._cluster.end_reason]]
+        if not self._cluster.shutdown_on_close:
+            groups = [] if self.not_done is None else self._unfinished_groups
+            commands = [
+                self._scale_command(group) for group in groups if not self._cluster.view.limits(group)
+            ]
+        self._cluster.status = Status.closed
+        if self._cluster.starting is not None and self._cluster.starting.get_loop().is_running():
+            loop = self._cluster.starting.get_loop()
+            asyncio.run_coroutine_threadsafe(cancel(*self._cluster.sharing.tasks), loop)
+            asyncio.run_coroutine_threadsafe(self._cluster.stop_looking(), loop)
+        if folder is None or status == Status.closed:
+            return
+        environment = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(folder.parent)}
+        for command in commands:
+            program = [sys.executable, "-m", "dask", "cml", *command]
+            subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
+
+    def _end_without_loop(self, how: How) -> None:
+        """Do the same as :meth:`end` when the event loop has ended, as after asyncio.run. Blocks."""
+        if self._cluster.status == Status.closed and (self.how is How.SHUT_DOWN or how is How.LEAVE):
+            return
+        self.how = how
+        not_done = self.not_done if how is How.LEAVE else None
+        try:
+            if how is How.SHUT_DOWN:
+                self._stop_sessions_now()
+        except BaseException:
+            self._cluster.status = Status.failed
+            raise
+        self._cluster.status = Status.closed
+        no_longer_end_at_exit(self._cluster)
+        if not_done is not None:
+            raise CMLError(not_done)
+
+    # -- starts that fail
+
+    async def end_failed_start(self) -> None:
+        """Stop what was launched. Log an error, which must not replace the reason of the failure."""
+        try:
+            await self.end(How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN)
+        except Exception as failed:  # also of Dask's code
+            logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
+
+    def end_failed_constructor(self, error: BaseException) -> None:
+        """Stop what a failed constructor has launched. Log an error, which must not replace the first."""
+        if not hasattr(self._cluster, "_loop_runner"):  # Dask's classes have refused an argument
+            no_longer_end_at_exit(self._cluster)
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self.note_interrupt()
+        try:
+            self.end_from_outside(How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN)
+        except Exception as failed:  # also of Dask's code
+            logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
+        if isinstance(error, KeyboardInterrupt):
+            self.say_interrupted()
+
+    def note_interrupt(self) -> None:
+        """Note that its user has interrupted the start, for the cluster's history."""
+        self._cluster.end_reason = f"interrupted while it started by {self._cluster.sharing.who}"
+
+    def say_interrupted(self) -> None:
+        """Tell the user, after Ctrl-C, how many sessions were stopped."""
+        n = len(self._cluster.api.launched - self._cluster.api.live.keys())
+        noun = "session" if n == 1 else "sessions"
+        output.say(f"Interrupted: {n} {noun} stopped", to_stderr=True)
+        output.flush()
+
+    # -- why it ends
+
+    def note_exit(self, error: BaseException | None) -> None:
+        """Note that the program exits, perhaps because of an exception, as :meth:`note_error` does."""
+        is_kernel = "ipykernel" in sys.modules
+        self._cluster.end_reason = (
+            f"{'the kernel' if is_kernel else 'the program'} of {self._cluster.sharing.who} ended"
+        )
+        self.note_error(error)
+
+    def note_error(self, error: BaseException | None) -> None:
+        """Note the exception that ends the cluster's block or program, for its log and its history."""
+        if error is None or isinstance(error, SystemExit) or not self._cluster.shutdown_on_close:
+            return
+        words = first_line("".join(traceback.format_exception_only(error)))
+        self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
+        if self._cluster.is_keeper:
+            self._cluster.write_log(datetime.now(), "".join(traceback.format_exception(error)).rstrip())
+
+    @property
+    def is_forks_copy(self) -> bool:
+        """Whether this process is a fork of the cluster's process. Its exit does not end the cluster."""
+        return self._pid != os.getpid()

@@ -1,0 +1,51 @@
+"""The folder of a new cluster: its keys, and the logs of its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distributed.security import Security
+
+from dask_cml.options import Options
+from dask_cml.options.limits import check_new
+from dask_cml.sessions import tls
+from dask_cml.sessions.plan import Place
+from dask_cml.sessions.session_logs import log_folder
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a new cluster, which are not written yet.
+
+    Parameters
+    ----------
+    security : Security or None
+        The keys in files. None: the cluster has no keys.
+    files : mapping
+        The contents of these files, by their paths.
+    """
+
+    security: Security | None
+    files: Mapping[Any, str]
+
+
+def make_keys(options: Options, place: Place) -> Keys:
+    """Make the keys of a new cluster."""
+    return Keys(*tls.as_files(options.security, place.folder))
+
+
+def fill_folder(options: Options, place: Place, keys: Keys) -> None:
+    """Write the keys of a new cluster into its folder, which belongs to it, and make the folder of its logs.
+
+    Raises
+    ------
+    ValueError
+        If the cluster exceeds a limit of the site. Nothing is written then.
+    """
+    check_new(options)  # only now it is known that no running cluster is to be connected to
+    tls.write(keys.files)
+    if options.log_directory is not None:
+        logs = log_folder(place.folder, options.log_directory)
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,104 @@
+"""What the parts of the core use of their cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Protocol
+
+from distributed.core import Status
+
+from dask_cml.core.alone import Alone
+from dask_cml.core.groups import Groups
+from dask_cml.options import Options
+from dask_cml.sessions.workers_api import WorkersAPI
+
+
+class Cluster(Protocol):
+    """A SpecCluster on sessions, see :class:`dask_cml.CMLCluster`.
+
+    Attributes
+    ----------
+    options : Options
+        The cluster's options.
+    api : WorkersAPI
+        Launches, lists and stops sessions.
+    groups : Groups
+        The worker groups, and the wanted workers.
+    sharing : Alone
+        The other processes that use the cluster.
+    woken : asyncio.Event
+        Set to look at the sessions again at once.
+    """
+
+    options: Options
+    api: WorkersAPI
+    groups: Groups
+    sharing: Alone
+    woken: asyncio.Event
+    status: Status
+    starting: asyncio.Task[None] | None
+    shutdown_on_close: bool
+    end_reason: str
+    _lock: asyncio.Lock
+    _loop_runner: Any
+    scheduler: Any
+    scheduler_spec: dict[str, Any]
+    scheduler_comm: Any
+    scheduler_info: Any
+    worker_spec: dict[Any, Any]
+    workers: dict[Any, Any]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a user calls in the event loop."""
+
+    @property
+    def loop(self) -> Any:
+        """The event loop."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this process may launch and stop sessions now."""
+
+    async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
+        """Call a handler of the scheduler, see :func:`dask_cml.rpc.ask`."""
+
+    async def launch_worker(self, name: str) -> None:
+        """Launch the session of a wanted worker."""
+
+    async def launch_missing(self) -> None:
+        """Launch the wanted workers that have no session."""
+
+    def make_worker(self, name: str, spec: Mapping[str, Any]) -> Any:
+        """Return a worker of a spec that is not launched yet."""
+
+    async def attach(self, name: str, worker: Any) -> None:
+        """Enter a launched worker into the cluster."""
+
+    async def unsubscribe(self) -> None:
+        """Follow the scheduler's workers no more."""
+
+    def write_log(self, now: datetime, text: str) -> None:
+        """Write into the cluster's own log."""
+
+    async def stop_looking(self) -> None:
+        """Cancel the looks, the steps and the launches of this process."""
+
+    async def close_dask(self) -> None:
+        """Close what Dask's classes have opened."""
+
+    def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a coroutine function in the event loop."""
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this process launches and stops the cluster's sessions."""
+
+    @property
+    def view(self) -> Any:
+        """What this process knows of the sessions, or has heard of them from the keeper."""
+
+    def tell(self, text: str) -> None:
+        """Tell the user a line."""

@@ -1,0 +1,111 @@
+"""What the process that leads a cluster tells its user, when it becomes true."""
+
+from __future__ import annotations
+
+from dask_cml.core.demand import Demand
+from dask_cml.core.interface import Cluster
+from dask_cml.core.policy import unrunnable
+from dask_cml.core.processes import Processes
+from dask_cml.output import Logger
+from dask_cml.timing import timing
+
+logger = Logger(__name__)
+
+
+class Messages:
+    """Tells the user of a cluster what becomes true, once.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    processes : Processes
+        Its sessions.
+    demand : Demand
+        Asks for the work.
+
+    Attributes
+    ----------
+    failure : str or None
+        A programming error of the last look at the sessions, as a clause.
+    outage : str or None
+        Why the platform does not answer, as a clause. None if it does.
+    unrunnable : str or None
+        Why no worker can run some tasks, as a clause. None if workers can run all.
+    """
+
+    def __init__(self, cluster: Cluster, processes: Processes, demand: Demand) -> None:
+        self._cluster, self._processes, self._demand = cluster, processes, demand
+        self.failure: str | None = None
+        self.outage: str | None = None
+        self.unrunnable: str | None = None
+        self._key_refused = False
+        #: The subjects of logged lines that are still true.
+        self._logged: set[str] = set()
+
+    async def tell(self) -> None:
+        """Log lines about the cluster when they become true.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            If the scheduler does not answer.
+        """
+        cluster = self._cluster
+        lines = {**self._queued(), **cluster.sharing.news()}
+        unrunnable_tasks = await self._find_unrunnable()
+        self.unrunnable = "; ".join(unrunnable_tasks.values()) or None
+        # The numbers of tasks change often, so a reason is logged once.
+        lines |= {reason: f" cannot run all tasks: {text}" for reason, text in unrunnable_tasks.items()}
+        for subject, line in lines.items():
+            if subject not in self._logged:
+                cluster.tell(f"Cluster {cluster.options.name}{line}")
+        self._logged = {*lines}
+
+    def _queued(self) -> dict[str, str]:
+        waiting = self._processes.queued()
+        if not waiting:
+            return {}
+        n_wanted = len(self._cluster.groups.workers())
+        reason = next(filter(None, (worker.reason for worker in waiting)), "")
+        line = f" has {len(waiting)} of {n_wanted} worker sessions queued"
+        # The platform may tell the reason later, and in words that change.
+        return {"queued, with a reason": f"{line}: {reason}"} if reason else {"queued": line}
+
+    async def _find_unrunnable(self) -> dict[str, str]:
+        """Return descriptions of the tasks that no worker can run, now or later, by their reasons."""
+        cluster = self._cluster
+        snapshot = await self._demand.snapshot(max_age=timing.look)
+        expected: set[str] = set()
+        # Usually, no task is restricted, and a cluster may have thousands of workers.
+        if snapshot.restricted:
+            for address, info in [*cluster.scheduler_info["workers"].items()]:
+                expected |= {address, str(info["name"]), str(info.get("host"))}
+            for name, dask_names in cluster.groups.dask_workers().items():
+                expected |= {name, *dask_names}
+        return unrunnable(snapshot, expected)
+
+    async def tell_outage(self) -> None:
+        """Log once that the platform does not answer, and once that it does again."""
+        cluster, name = self._cluster, self._cluster.options.name
+        before, self.outage = self.outage, cluster.api.problem
+        refused_before, self._key_refused = self._key_refused, cluster.api.key_refused
+        if self.outage and self._key_refused:
+            if not refused_before:
+                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {await self._what_runs()}")
+        elif self.outage and not before:
+            logger.warning("Cannot manage cluster %s: %s", name, self.outage)
+        elif before and not self.outage:
+            logger.warning("Managing cluster %s again", name)
+
+    async def _what_runs(self) -> str:
+        """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
+        ends = await self._cluster.sharing.ends()
+        n = len([process for process in self._processes.launched if not process.has_ended])
+        noun = "session" if n == 1 else "sessions"
+        they_end = f" They end {', or '.join(ends)}." if ends else ""
+        return (
+            f"Until then, this process launches and stops no session. The cluster's {n} {noun} and its tasks "
+            f"run on.{they_end} To end them now, call cluster.close(): the scheduler tells their programs to "
+            "exit"
+        )

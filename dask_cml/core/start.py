@@ -1,0 +1,124 @@
+"""The start of a cluster: the scheduler and all workers are launched at the same moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distributed.utils import import_term
+
+from dask_cml.cancellation import cancel, gather_or_cancel
+from dask_cml.core.interface import Cluster
+from dask_cml.core.launches import Launches
+from dask_cml.core.processes import Processes
+from dask_cml.display import StartDisplay
+from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.sessions import api_v2
+from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.process import CMLScheduler
+
+
+def class_of(spec: Mapping[str, Any]) -> Any:
+    """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
+    cls = spec["cls"]
+    return import_term(cls) if isinstance(cls, str) else cls
+
+
+class Start:
+    """Starts a cluster.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    processes, launches
+        Its parts.
+    """
+
+    def __init__(self, cluster: Cluster, processes: Processes, launches: Launches) -> None:
+        self._cluster, self._processes, self._launches = cluster, processes, launches
+
+    async def run(self, *, strict: bool, display: bool = False) -> None:
+        """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
+
+        Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
+
+        Parameters
+        ----------
+        strict : bool
+            Whether a worker that is not launched is an error. Otherwise it is launched later.
+        display : bool
+            Whether to show the progress.
+
+        Raises
+        ------
+        LaunchRefused, SessionFailed, SchedulerTimeout
+            As in :class:`dask_cml.CMLCluster`.
+        """
+        cluster = self._cluster
+        scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**cluster.scheduler_spec["options"])
+        cluster.scheduler = scheduler
+        names = [*cluster.worker_spec]  # a user may scale meanwhile
+        left, why = await cluster.sharing.left_for_user(0)
+        if strict and left < 1 + len(names):
+            raise LaunchRefused(scheduler.name, why, by="dask-cml")
+        shown = None
+        if display:
+            shown = StartDisplay(
+                cluster.options.name, scheduler, names, cluster.workers, self._processes.arrived
+            )
+        showing = asyncio.create_task(shown.run()) if shown else None
+        watching: asyncio.Task[None] | None = None
+        asking = asyncio.create_task(api_v2.quota_left()) if strict else None
+        shortage: str | None = None
+        has_started = False
+        try:
+            # The scheduler's session first: in a queue, workers could take its place.
+            await scheduler.launch()
+            # Only now: as soon as the workers are launched, the platform counts them as used.
+            if asking is not None and asking.done():
+                shortage = api_v2.shortage(cluster.groups.others()[1:], asking.result())
+            if shown is not None and shortage is not None:
+                shown.notice = shortage
+            await cluster.sharing.note(self._processes.launched)
+            watching = asyncio.create_task(self._watch())
+            launching = self._launch_strictly(names) if strict else cluster.launch_missing()
+            # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
+            await gather_or_cancel(self._wait_and_join(scheduler), launching)
+            has_started = True
+        finally:
+            await cancel(watching, showing, asking)
+            if not has_started:
+                await self._launches.stop()
+            if shown is not None:
+                await shown.end(has_started)
+        if shortage is not None:
+            cluster.tell(f"Cluster {cluster.options.name}: {shortage}")
+
+    async def _wait_and_join(self, scheduler: CMLScheduler) -> None:
+        await scheduler
+        await self._cluster.sharing.join(str(scheduler.address))
+
+    async def _watch(self) -> None:
+        """Update workers from the platform's list, until cancelled."""
+        while True:
+            try:
+                listing = await self._cluster.api.sessions()
+            except CallFailed:  # the scheduler may still connect
+                continue
+            for worker in self._processes.workers():
+                worker.update(listing)
+            await self._cluster.sharing.note(self._processes.launched)
+
+    async def _launch_strictly(self, names: Sequence[str]) -> None:
+        async def launch(name: str) -> None:
+            if name not in self._cluster.worker_spec:
+                return
+            try:
+                await self._cluster.launch_worker(name)
+            except CMLError:
+                if name in self._cluster.worker_spec:
+                    raise
+
+        await gather_or_cancel(*map(launch, names))

@@ -1,0 +1,129 @@
+"""What the process that leads a cluster knows of its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dask_cml.core.interface import Cluster
+from dask_cml.core.launches import Launches
+from dask_cml.core.messages import Messages
+from dask_cml.core.processes import Processes
+from dask_cml.core.retirement import Retirements
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.sessions.session import Session
+
+
+class View:
+    """The sessions of a cluster as the process knows them that launches and stops them.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    processes, launches, retirements, messages
+        Its parts.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        processes: Processes,
+        launches: Launches,
+        retirements: Retirements,
+        messages: Messages,
+    ) -> None:
+        self._cluster, self._processes, self._launches = cluster, processes, launches
+        self._retirements, self._messages = retirements, messages
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        sessions = [process.session for process in self._processes.launched]
+        return [session for session in sessions if session is not None]
+
+    def workers_of(self, group: str) -> list[str]:
+        """Return the names of a group's sessions, wanted or not."""
+        return [session.name for session in self.sessions if session.group == group]
+
+    def arrived(self, group: str | None = None) -> set[str]:
+        """Return the names of the wanted workers of which a Dask worker is connected."""
+        return self._processes.arrived(group)
+
+    def waits(self, group: str | None = None) -> list[float]:
+        """Return how long the wanted workers that are queued have waited, in seconds."""
+        return self._processes.waits(group)
+
+    def target(self, group: str = DEFAULT_GROUP) -> int:
+        """Return how many worker sessions of a group are requested."""
+        return self._cluster.groups.target(group)
+
+    def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, Any] | None:
+        """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
+        return self._cluster.groups.limits(group)
+
+    # -- what the next steps do
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """The sessions without a process, such as the engines of refused launches, and their names."""
+        used = {str(process.session_id) for process in self._processes.launched}
+        return {
+            session: name
+            for session, name in [*self._cluster.api.live.items()]
+            # A session that was just launched has no worker yet.
+            if session not in used and name not in self._launches.under_way
+        }
+
+    @property
+    def to_launch(self) -> list[str]:
+        """The wanted workers that are being launched, or that the next step launches."""
+        wanted = self._cluster.worker_spec
+        return [name for name in self._launches.under_way if name in wanted] + self._launches.ready
+
+    @property
+    def to_stop(self) -> list[str]:
+        """The sessions that the next steps are to stop, by their names."""
+        cluster = self._cluster
+        ended = {worker.name for worker in self._processes.workers() if worker.has_ended}
+        names = ({*cluster.workers} | {*self._launches.under_way}) - ended - cluster.worker_spec.keys()
+        # Sessions without a worker, such as the engine of a refused launch.
+        names |= {*self.unused.values()}
+        for group in cluster.groups.names:
+            if excess := cluster.groups.excess(group):  # the scheduler has not chosen yet
+                names |= {*cluster.groups.workers(group)[-excess:]}
+        return sorted(names)
+
+    # -- what is wrong
+
+    @property
+    def staying(self) -> Sequence[str]:
+        """The workers that cannot be stopped now, because no other worker can take their data."""
+        return self._processes.staying
+
+    @property
+    def not_stopped(self) -> str | None:
+        """Why the platform does not stop sessions, as a sentence. None if it does."""
+        return self._cluster.api.failure("stop")
+
+    @property
+    def gave_up(self) -> Mapping[str, str]:
+        """Why no more workers of some groups are launched, until a user scales them."""
+        return self._launches.gave_up
+
+    @property
+    def shortages(self) -> Mapping[str, str]:
+        """Why the platform has launched only some workers of some groups."""
+        return self._launches.shortages
+
+    @property
+    def problem(self) -> str | None:
+        """The present problem, as a clause. None if there is none."""
+        problems = (
+            self._messages.failure,
+            self._messages.outage,
+            self._launches.problem,
+            self._retirements.words,
+            self._messages.unrunnable,
+        )
+        return next(filter(None, problems), None)

@@ -1,0 +1,1 @@
+"""The code by which a process keeps a cluster: it launches, replaces, retires and stops sessions."""
