@@ -19,6 +19,8 @@ SESSIONS_FOLDER, STARTED_FOLDER, LOGS_FOLDER = "sessions", "started", "logs"
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.
 FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
+#: The environment variable with the cluster's name, of a scheduler's session without a record.
+CLUSTER = "DASK_CML_CLUSTER"
 #: The environment variable with more hosts whose pages may use the scheduler's dashboard, between commas.
 HOSTS = "DASK_CML_DASHBOARD_HOSTS"
 #: The environment variable with the port for the scheduler's dashboard, which the platform serves.

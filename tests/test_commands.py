@@ -30,7 +30,7 @@ from dask_cml.layout import (
 )
 from dask_cml.options import Options
 from dask_cml.sessions.entry import Launch, file_name, parse
-from dask_cml.sessions.plan import PRELOAD, WITHOUT_PLUGIN, Place, plan_scheduler, plan_worker
+from dask_cml.sessions.plan import PRELOAD, WITHOUT_RECORD, Place, plan_scheduler, plan_worker
 
 #: Text that shells, format strings and IPython each read something into.
 NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
@@ -438,7 +438,7 @@ def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
 def test_a_scheduler_without_a_record_writes_the_file_that_its_workers_read(tmp_path):
     plan = plan_scheduler(read(), Place(tmp_path), "0.0.0.0", 8786)
     assert values(argv(plan), "--scheduler-file") == [str(tmp_path / scheduler_file(0))]
-    assert values(argv(plan), "--preload") == [WITHOUT_PLUGIN]
+    assert values(argv(plan), "--preload") == [WITHOUT_RECORD]
 
 
 @pytest.mark.parametrize("configured", ["theirs", ["theirs"]])

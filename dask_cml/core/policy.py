@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dask_cml.scheduler.demand import Work, slots
+from dask_cml.core.work import Work, slots
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.

@@ -120,8 +120,6 @@ class Board:
         The numbers of the last changes of processes, by their ids.
     closing : list of str
         The names of workers that users have asked to close, until the keeper has done so.
-    leaving : list of str
-        The names of Dask workers whose session the platform is about to stop.
     report : mapping
         What the keeper says of the sessions.
 
@@ -145,7 +143,6 @@ class Board:
         self.keeper = keeper
         self.writers: dict[str, int] = dict(writers or {})
         self.closing: list[str] = []
-        self.leaving: list[str] = []
         self.report: Mapping[str, Any] = {}
 
     def to_json(self) -> dict[str, Any]:
@@ -155,7 +152,6 @@ class Board:
             "keeper": self.keeper,
             "groups": self.groups_to_json(),
             "closing": [*self.closing],
-            "leaving": [*self.leaving],
             "report": dict(self.report),
         }
 
@@ -249,21 +245,6 @@ class Board:
         if new:
             self.closing += new
             self.touch()
-
-    def leave(self, workers: Iterable[str]) -> None:
-        """Record that the platform is about to stop the session of these Dask workers."""
-        new = [name for name in workers if name not in self.leaving]
-        if new:
-            self.leaving += new
-            self.touch()
-
-    def left(self, worker: str) -> bool:
-        """Forget a Dask worker that has left, and return whether the platform had given notice."""
-        if worker not in self.leaving:
-            return False
-        self.leaving.remove(worker)
-        self.touch()
-        return True
 
     def keep(self, keeper: str | None) -> None:
         """Give the lease to a keeper, or to nobody."""

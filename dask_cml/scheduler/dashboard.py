@@ -68,8 +68,3 @@ def _is_costly(matcher: Any) -> bool:
     """Return whether a page benchmarks the disks of workers: every reader of the dashboard could open it."""
     pattern = getattr(getattr(matcher, "regex", None), "pattern", "")
     return "/hardware" in pattern
-
-
-def dask_setup(scheduler: Scheduler) -> None:
-    """Protect the dashboard of a scheduler without the plugin, for ``dask scheduler --preload``."""
-    protect(scheduler)

@@ -5,15 +5,16 @@ Dask's ``Scheduler.adaptive_target`` ignores resources, so it does not know whic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict
 from heapq import nsmallest
 from itertools import count, islice
-from math import floor, isqrt
+from math import isqrt
 from typing import Any
 
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
+from dask_cml.core.work import Work
 from dask_cml.naming import session_of
 from dask_cml.scheduler.full import is_full
 
@@ -29,33 +30,8 @@ _MOST_NAMES = 3
 #: A session is borrowed if it processes at most this many tasks, which need none of its resources, for less
 #: than this many seconds.
 _MOST_BORROWED, _BORROWED_SECONDS = 100, 10.0
-#: Tolerance for rounding errors.
-_ROUNDING = 1e-6
-
 #: Resources and amounts.
 Needs = tuple[tuple[str, float], ...]
-
-
-@dataclass
-class Work:
-    """Tasks that need the same resources.
-
-    Parameters
-    ----------
-    resources : mapping of str to float
-        What one task needs.
-    tasks : int
-        Number of tasks that run or could run now.
-    seconds : float
-        Time that one thread would take for all these tasks by Dask's own estimates, in seconds.
-    unrunnable : int
-        Number of these tasks that no connected worker can run.
-    """
-
-    resources: Mapping[str, float]
-    tasks: float = 0
-    seconds: float = 0.0
-    unrunnable: float = 0
 
 
 def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
@@ -179,12 +155,6 @@ def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], f
 def needs_of(task: TaskState) -> Needs:
     """Return the resources that a task needs, with the amounts."""
     return tuple(sorted(task.resource_restrictions.items())) if task.resource_restrictions else ()
-
-
-def slots(nthreads: int, resources: Mapping[str, float], needs: Iterable[tuple[str, float]]) -> int:
-    """Return how many tasks with these needs a Dask worker runs at once."""
-    offers = [resources.get(name, 0.0) / need for name, need in needs if need > 0]
-    return floor(min([nthreads, *offers]) + _ROUNDING)
 
 
 def restriction_of(task: TaskState) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""The scheduler plugin: holds the cluster's board, and ends a cluster that nobody uses.
+"""The scheduler plugin of a shared cluster: holds its board, and ends a cluster that nobody uses.
 
-Each scheduler preloads it, see :func:`dask_setup`.
+Each scheduler with a record preloads it, see :func:`dask_setup`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,16 @@ from msgspec import UNSET, UnsetType
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
-from dask_cml.cancellation import cancel, wait_until_set, within
+from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.handshake import limit_handshakes
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
-from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler import dashboard
 from dask_cml.scheduler.activity import Activity, Work
-from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, GroupChanges
-from dask_cml.scheduler.demand import known_demand
-from dask_cml.scheduler.health import Health
-from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Watcher, checked
+from dask_cml.scheduler.questions import NAME, WorkerQuestions
 from dask_cml.scheduler.state_file import SignOfLife, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
 from dask_cml.timing import timing
@@ -46,7 +42,6 @@ from dask_cml.validation import validate
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
-NAME = "dask-cml"
 #: Maximum number of failed tasks that are remembered, and of characters for one.
 _MOST_FAILURES, _LONGEST_FAILURE = 5, 200
 _WORKERS_DIED = "the workers that ran it died"
@@ -81,9 +76,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._app_url: str | None = None
         #: Set at the next change of the board.
         self._changed = asyncio.Event()
-        self._retiring: set[asyncio.Future[Any]] = set()
-        self._states: dict[str, WorkerState] = {}
-        self._health = Health()
         #: Counts the Dask workers that have connected or left, also as far as watchers know.
         self._moves = self._known_moves = 0
         self._problem: str | None = None
@@ -112,28 +104,21 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._restarts = int(begin.get("restarts", 0))
         self._activity = validate(begin.get("activity", {}), Activity, "activity")
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
+        self._questions = WorkerQuestions(self._cluster)
+        await self._questions.start(scheduler)
         scheduler.handlers |= {
             protocol.HELLO: self.hello,
             protocol.WATCH: self.watch,
             protocol.SET: self.set,
             protocol.REPORT: self.report,
             protocol.LEASE: self.lease,
-            protocol.DEMAND: self.demand,
-            protocol.HELD: self.held,
-            protocol.LAST: self.last,
-            protocol.ABANDONED: self.abandoned,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
             "subscribe_worker_status": self.subscribe_worker_status,
         }
         await self._file.save(self._state())
-        checks = (
-            self._check_watchers,
-            self._check_workers,
-            lambda: balance(scheduler),
-            lambda: unload_full_workers(scheduler),
-        )
+        checks = (self._check_watchers, self._check_workers)
         self._periodic = [PeriodicCallback(check, timing.scheduler_look * 1000) for check in checks]
         self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))
         self._note_activity()
@@ -154,7 +139,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._sign_of_life.end()
         for callback in self._periodic:
             callback.stop()
-        await cancel(self._writing, *self._retiring)
+        await cancel(self._writing)
+        await self._questions.close()
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
             await asyncio.to_thread(self._file.write, self._state())
@@ -359,9 +345,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             board["report"] = {}
         return {
             **board,
+            "leaving": [*self._questions.leaving],
             "moves": self._moves,
             "problem": self._problem,
-            "restarts": self._health.restarts_to_json(),
+            "restarts": self._questions.health.restarts_to_json(),
             "idle_since": self._known_idle_since,
             "tasks_done": self._tasks_done(),
             "app_url": self._app_url if self._serves_dashboard else None,
@@ -375,63 +362,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # -- other questions
-
-    def demand(self) -> dict[str, Any]:
-        """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
-        return known_demand(self._scheduler, self._cluster)
-
-    @checked
-    def held(self, names: Names) -> dict[str, dict[str, float]]:
-        """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
-        wanted, answer = {*names}, {}
-        for worker in self._scheduler.workers.values():
-            if worker.name in wanted:
-                answer[str(worker.name)] = {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
-        return answer
-
-    @checked
-    def last(self, names: Names) -> dict[str, dict[str, Any]]:
-        """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
-        known = {name: self._health.last(name) for name in names}
-        return {name: last for name, last in known.items() if last is not None}
-
-    @checked
-    async def abandoned(self, names: Names) -> list[str]:
-        """Return the Dask workers that are not connected, and that no nanny is about to start again."""
-        aliases = self._scheduler.aliases  # of the connected workers
-        absent = [name for name in names if name not in aliases]
-        have_nannies = await asyncio.gather(*map(self._has_nanny, absent))
-        return [name for name, has in zip(absent, have_nannies, strict=True) if not (has or name in aliases)]
-
-    async def _has_nanny(self, name: str) -> bool:
-        """Return whether the nanny of a Dask worker that has left answers."""
-        nanny = (self._health.last(name) or {}).get("nanny")
-        if nanny is None:
-            return False
-        try:
-            await within(timing.answer / 2, self._scheduler.rpc(nanny).identity())
-        except NO_ANSWER:
-            return False
-        return True
-
     @checked
     def notice(self, names: Names) -> None:
-        """Move the data of Dask workers whose session the platform is about to stop, and close them."""
-        # The keeper retires a worker before it stops the session, which then gives notice, too.
-        connected = [str(worker.name) for worker in self._scheduler.workers.values() if worker.name in names]
-        self._board.leave(connected)
-        for name in connected:
-            self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})
+        """Let Dask workers leave whose session the platform is about to stop, and tell the watchers."""
+        self._questions.leave(names)
+        self._board.touch()
         self._publish()
-        retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=connected, close_workers=True))
-        self._retiring.add(retiring)
-        retiring.add_done_callback(self._retired)
-
-    def _retired(self, retiring: asyncio.Future[Any]) -> None:
-        self._retiring.discard(retiring)
-        if not retiring.cancelled() and (error := retiring.exception()) is not None:
-            logger.warning("Workers not retired: %r", error)
 
     async def forward(self, comm: Comm, **_: Any) -> Any:
         """Serve the dashboard, which listens on the loopback only, on a comm until one side closes it.
@@ -473,8 +409,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _check_workers(self) -> None:
         """Tell watchers what is wrong with the Dask workers, and whether any have connected or left."""
-        self._health.look(self._scheduler.workers.values(), time.monotonic())
-        news = (self._health.problem, self._moves, self._find_idle_time())
+        health = self._questions.health
+        health.look(self._scheduler.workers.values(), time.monotonic())
+        news = (health.problem, self._moves, self._find_idle_time())
         if news != (self._problem, self._known_moves, self._known_idle_since):
             self._problem, self._known_moves, self._known_idle_since = news
             self._board.touch()
@@ -515,6 +452,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._activity.failures = [line[:_LONGEST_FAILURE] for line in lines]
 
     def _shut_down(self, reason: str) -> None:
+        self._questions.rest()
         for callback in self._periodic:
             callback.stop()
         self._closing = asyncio.create_task(self._lifetime.end(reason))
@@ -523,26 +461,19 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note a Dask worker that has connected."""
-        state = self._states[worker] = scheduler.workers[worker]
         self._moves += 1
-        self._health.note_connected(str(state.name), time.monotonic())
+        self._questions.add_worker(scheduler, worker)
         if not self._activity.most_workers:
             self._note_activity()  # the cluster may end before the next look
-        self._scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Note what was known last of a Dask worker that has left."""
+        """Note a Dask worker that has left."""
         self._moves += 1
-        state = self._states.pop(worker, None)
-        if state is None:
-            return
-        name = str(state.name)
-        last = {**last_state(scheduler, state), "noticed": self._board.left(name)}
-        self._health.note_left(name, worker, last)
+        self._questions.remove_worker(scheduler, worker)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Note what nannies say of their workers."""
-        self._health.note_event(topic, msg)
+        self._questions.log_event(topic, msg)
 
 
 async def dask_setup(scheduler: Scheduler) -> None:

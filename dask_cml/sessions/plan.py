@@ -19,6 +19,7 @@ from dask_cml.checks import runs_one_per_gpu
 from dask_cml.layout import (
     ALLOCATION_LIMIT,
     CLIENT_NAME,
+    CLUSTER,
     DASHBOARD_PORT,
     FOLDER,
     GPUS,
@@ -41,7 +42,7 @@ from dask_cml.sessions.session_logs import log_path
 
 PRELOAD = "dask_cml.scheduler.plugin"
 #: What a scheduler without a record preloads.
-WITHOUT_PLUGIN = "dask_cml.scheduler.dashboard"
+WITHOUT_RECORD = "dask_cml.scheduler.questions"
 #: The share of the scratch space that Dask workers may fill, and the variable that tells them.
 _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 #: Bytes that libraries reserve in a process without using them: pyarrow, and the stacks of threads.
@@ -145,8 +146,9 @@ def plan_scheduler(
     arguments += tls.arguments(place.security, "scheduler")
     env = {HOSTS: ",".join(setting("forward-hosts")), **options.env}
     if place.record is None:
-        arguments += _preloads("scheduler", "--preload", WITHOUT_PLUGIN)
+        arguments += _preloads("scheduler", "--preload", WITHOUT_RECORD)
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
+        env |= {CLUSTER: options.name}
     else:
         arguments += _preloads("scheduler", "--preload", PRELOAD)
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}

@@ -1,0 +1,192 @@
+"""The questions of the process that keeps a cluster: about the Dask workers of a scheduler, and its work.
+
+All schedulers answer them. One without a record preloads this module, see :func:`dask_setup`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Collection
+from typing import Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.scheduler import Scheduler, WorkerState
+from tornado.ioloop import PeriodicCallback
+
+from dask_cml import protocol
+from dask_cml.cancellation import cancel, within
+from dask_cml.handshake import limit_handshakes
+from dask_cml.layout import CLUSTER
+from dask_cml.rpc import NO_ANSWER
+from dask_cml.scheduler import dashboard
+from dask_cml.scheduler.balance import balance, unload_full_workers
+from dask_cml.scheduler.demand import known_demand
+from dask_cml.scheduler.health import Health
+from dask_cml.scheduler.last_state import last_state
+from dask_cml.scheduler.messages import Names, checked
+from dask_cml.timing import timing
+
+# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+NAME = "dask-cml"
+
+
+class WorkerQuestions(SchedulerPlugin):
+    """Knows the Dask workers of one scheduler, and moves tasks away from those that cannot run them.
+
+    Parameters
+    ----------
+    cluster : str
+        The cluster's name.
+
+    Attributes
+    ----------
+    health : Health
+        What is wrong with the workers.
+    leaving : list of str
+        The names of Dask workers whose session the platform is about to stop.
+    """
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self, cluster: str) -> None:
+        self.health = Health()
+        self.leaving: list[str] = []
+        self._cluster = cluster
+        self._has_started = False
+        self._states: dict[str, WorkerState] = {}
+        self._retiring: set[asyncio.Future[Any]] = set()
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Add the handlers to the scheduler, and begin to move tasks."""
+        # Scheduler.start_unsafe (scheduler.py:4471) starts once more what a preload module has registered.
+        if self._has_started:
+            return
+        self._has_started = True
+        self._scheduler = scheduler
+        scheduler.handlers |= {
+            protocol.DEMAND: self.demand,
+            protocol.HELD: self.held,
+            protocol.LAST: self.last,
+            protocol.ABANDONED: self.abandoned,
+            protocol.NOTICE: self.notice,
+        }
+        moves = (lambda: balance(scheduler), lambda: unload_full_workers(scheduler))
+        self._periodic = [PeriodicCallback(move, timing.scheduler_look * 1000) for move in moves]
+        for callback in self._periodic:
+            callback.start()
+
+    async def close(self) -> None:
+        """Stop all tasks when the scheduler closes."""
+        self.rest()
+        await cancel(*self._retiring)
+
+    def rest(self) -> None:
+        """Move no more tasks."""
+        for callback in self._periodic:
+            callback.stop()
+
+    # -- questions
+
+    def demand(self) -> dict[str, Any]:
+        """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
+        return known_demand(self._scheduler, self._cluster)
+
+    @checked
+    def held(self, names: Names) -> dict[str, dict[str, float]]:
+        """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
+        wanted, answer = {*names}, {}
+        for worker in self._scheduler.workers.values():
+            if worker.name in wanted:
+                answer[str(worker.name)] = {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
+        return answer
+
+    @checked
+    def last(self, names: Names) -> dict[str, dict[str, Any]]:
+        """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
+        known = {name: self.health.last(name) for name in names}
+        return {name: last for name, last in known.items() if last is not None}
+
+    @checked
+    async def abandoned(self, names: Names) -> list[str]:
+        """Return the Dask workers that are not connected, and that no nanny is about to start again."""
+        aliases = self._scheduler.aliases  # of the connected workers
+        absent = [name for name in names if name not in aliases]
+        have_nannies = await asyncio.gather(*map(self._has_nanny, absent))
+        return [name for name, has in zip(absent, have_nannies, strict=True) if not (has or name in aliases)]
+
+    async def _has_nanny(self, name: str) -> bool:
+        """Return whether the nanny of a Dask worker that has left answers."""
+        nanny = (self.health.last(name) or {}).get("nanny")
+        if nanny is None:
+            return False
+        try:
+            await within(timing.answer / 2, self._scheduler.rpc(nanny).identity())
+        except NO_ANSWER:
+            return False
+        return True
+
+    # -- Dask workers that leave
+
+    @checked
+    def notice(self, names: Names) -> None:
+        """Let Dask workers leave whose session the platform is about to stop."""
+        self.leave(names)
+
+    def leave(self, names: Collection[str]) -> None:
+        """Move the data of Dask workers, and close them.
+
+        Parameters
+        ----------
+        names : collection of str
+            Their names. Some may have left.
+        """
+        # The keeper retires a worker before it stops the session, which then gives notice, too.
+        connected = [str(worker.name) for worker in self._scheduler.workers.values() if worker.name in names]
+        self.leaving += [name for name in connected if name not in self.leaving]
+        for name in connected:
+            self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})
+        retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=connected, close_workers=True))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retired)
+
+    def _retired(self, retiring: asyncio.Future[Any]) -> None:
+        self._retiring.discard(retiring)
+        if not retiring.cancelled() and (error := retiring.exception()) is not None:
+            logger.warning("Workers not retired: %r", error)
+
+    # -- for Dask
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Note a Dask worker that has connected."""
+        state = self._states[worker] = scheduler.workers[worker]
+        self.health.note_connected(str(state.name), time.monotonic())
+        scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        """Note what was known last of a Dask worker that has left."""
+        state = self._states.pop(worker, None)
+        if state is None:
+            return
+        name = str(state.name)
+        noticed = name in self.leaving
+        if noticed:
+            self.leaving.remove(name)
+        self.health.note_left(name, worker, {**last_state(scheduler, state), "noticed": noticed})
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Note what nannies say of their workers."""
+        self.health.note_event(topic, msg)
+
+
+async def dask_setup(scheduler: Scheduler) -> None:
+    """Install the plugin in a scheduler without a record, for ``dask scheduler --preload``."""
+    limit_handshakes()
+    dashboard.protect(scheduler)
+    plugin = WorkerQuestions(os.environ.get(CLUSTER, ""))
+    await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

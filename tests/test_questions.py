@@ -1,0 +1,83 @@
+"""What a scheduler without a record answers to the process that keeps its cluster."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from distributed import Client, Scheduler, Worker
+from distributed.core import rpc
+
+from dask_cml import protocol
+from dask_cml.layout import CLUSTER
+from dask_cml.scheduler.questions import NAME, WorkerQuestions
+from dask_cml.sessions.plan import WITHOUT_RECORD
+
+WITHOUT_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+
+
+@pytest.fixture
+async def scheduler(monkeypatch):
+    monkeypatch.setenv(CLUSTER, "mine")
+    async with Scheduler(port=0, preload=[WITHOUT_RECORD], **WITHOUT_DASHBOARD) as running:
+        yield running
+
+
+@pytest.fixture
+async def comm(scheduler):
+    async with rpc(scheduler.address) as connected:
+        yield connected
+
+
+def worker(scheduler, name):
+    return Worker(scheduler.address, name=name, nthreads=1, **WITHOUT_DASHBOARD)
+
+
+async def test_it_starts_once(scheduler):
+    """Dask starts what a preload module has registered once more."""
+    plugin = scheduler.plugins[NAME]
+    assert isinstance(plugin, WorkerQuestions)
+    before = plugin._periodic
+    await plugin.start(scheduler)
+    assert plugin._periodic is before
+
+
+async def test_it_counts_the_sessions_of_its_cluster(scheduler, comm):
+    async with worker(scheduler, "mine-0"), worker(scheduler, "mine-gpu-0"), worker(scheduler, "other"):
+        answer = await comm.cml_demand()
+    assert {group: about["sessions"] for group, about in answer["groups"].items()} == {"default": 1, "gpu": 1}
+
+
+async def test_it_knows_what_workers_hold_and_what_is_known_last_of_them(scheduler, comm, holds):
+    async with Client(scheduler.address, asynchronous=True) as client:
+        async with worker(scheduler, "mine-0"):
+            await client.scatter(b"x" * 1000)
+            held = await comm.cml_held(names=["mine-0", "mine-1"])
+            assert held.keys() == {"mine-0"}
+            assert held["mine-0"]["nbytes"] >= 1000
+            assert await comm.cml_last(names=["mine-0"]) == {}
+        await holds(lambda: not scheduler.workers)
+        last = await comm.cml_last(names=["mine-0", "mine-1"])
+    assert last.keys() == {"mine-0"}
+    assert last["mine-0"]["noticed"] is False
+    assert await comm.cml_abandoned(names=["mine-0"]) == ("mine-0",)
+
+
+async def test_a_worker_whose_session_gets_notice_moves_its_data(scheduler, comm):
+    async with (
+        worker(scheduler, "mine-0") as first,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        futures = await client.scatter([1, 2, 3])
+        async with worker(scheduler, "mine-1"):
+            await comm.cml_notice(names=["mine-0", "gone"])
+            await asyncio.wait_for(first.finished(), 60)
+            assert await client.gather(futures) == [1, 2, 3]
+        last = await comm.cml_last(names=["mine-0"])
+        assert last["mine-0"]["noticed"] is True
+        events = [event["action"] for _, event in await client.get_events(protocol.TOPIC)]
+    assert events == ["connected", "connected", "evicted"]
+
+
+async def test_an_invalid_question_is_refused_in_words(comm):
+    assert "refused" in await comm.cml_held(names=7)
