@@ -22,9 +22,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
-import dask
 from dask.utils import parse_timedelta
-from distributed.core import Status, rpc
+from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
@@ -32,7 +31,6 @@ from distributed.objects import SchedulerInfo
 from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
-from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
@@ -41,29 +39,30 @@ from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
 from dask_cml.core.adoption import Adoption
 from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import end_at_exit
+from dask_cml.core.connection import Connection
 from dask_cml.core.demand import Demand
 from dask_cml.core.ending import Ending
 from dask_cml.core.groups import Groups
 from dask_cml.core.launches import Launches
 from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages
+from dask_cml.core.own_log import write_own_log
 from dask_cml.core.processes import Processes, connected_names
 from dask_cml.core.retirement import Retirements, drop
-from dask_cml.core.start import Start, class_of
+from dask_cml.core.start import Start, class_of, scheduler_spec
 from dask_cml.core.stops import Stops
 from dask_cml.core.view import View
-from dask_cml.display import EscapedLogs, describe, escaped, render, status_of
+from dask_cml.display import EscapedLogs, add_sessions_tab, describe, escaped, render, status_of
 from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import (
-    Amounts,
     Options,
     SessionSize,
     arguments_of,
     refuse_unexpected,
     state_directory,
 )
-from dask_cml.options.limits import check_new, check_room, room
+from dask_cml.options.limits import adaptive_bounds, check_new, check_room
 from dask_cml.output import Logger
 from dask_cml.rpc import NO_ANSWER, ask
 from dask_cml.sessions import here, tls
@@ -71,12 +70,10 @@ from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess, Session
-from dask_cml.sessions.session_logs import OWN, log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.validation import with_numbers
 from dask_cml.words import first_line, printable, printable_lines
-from dask_cml.wrapper import Log as LogFile
 
 logger = Logger(__name__)
 
@@ -364,6 +361,7 @@ class CMLCluster(SpecCluster):
         self.sharing = self._share(given)
         #: Why the cluster ends if this process shuts it down, for its history.
         self.end_reason = f"closed by {self.sharing.who}"
+        self.connection = Connection(self)
         self.processes = Processes(self)
         self.launches = Launches(self, self.processes)
         self.retirements = Retirements(self, self.processes)
@@ -374,7 +372,7 @@ class CMLCluster(SpecCluster):
         self.adoption = Adoption(self, self.processes, self.launches, self._own_view)
         self.losses = Losses(self, self.processes, self.launches, self.adoption)
         self.start = Start(self, self.processes, self.launches)
-        self.ending = Ending(
+        self.ending: Ending = Ending(
             self,
             self.processes,
             self.launches,
@@ -384,7 +382,6 @@ class CMLCluster(SpecCluster):
             self.adoption,
             self.demand,
         )
-        self._begun = False
         self.starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.
         self._n_starting = 0
@@ -395,14 +392,14 @@ class CMLCluster(SpecCluster):
         self._lock = asyncio.Lock()
         end_at_exit(self)
         super().__init__(
-            scheduler=self._scheduler_spec(),
+            scheduler=scheduler_spec(self.api, options, self.place),
             worker=self.groups.spec(DEFAULT_GROUP),
             name=options.name,
             shutdown_on_close=options.shutdown_on_close,
             **dask_arguments,
         )
         self._name = type(self).__name__  # for Dask's repr, which would show the cluster's name twice
-        self._want_first()
+        self.groups.want_first()
 
     def _share(self, given: Mapping[str, Any]) -> Alone:
         """Return what shares this cluster with the other processes of the project.
@@ -412,21 +409,6 @@ class CMLCluster(SpecCluster):
         from dask_cml.sharing.sharing import Sharing  # the core works without it
 
         return Sharing(self, given)
-
-    def _scheduler_spec(self) -> dict[str, Any]:
-        arguments = {"api": self.api, "options": self.options, "place": self.place}
-        return {"cls": CMLScheduler, "options": arguments}
-
-    def _want_first(self) -> None:
-        """Want the first workers of all groups."""
-        if self._begun:
-            return
-        self._begun = True
-        if self.options.create_mode != "connect":
-            self.groups.resize(DEFAULT_GROUP, self.options.n_workers, ())
-            for name, options in self.options.groups().items():
-                self.groups.add(name, options)
-                self.groups.resize(name, options.n_workers, ())
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -637,11 +619,17 @@ class CMLCluster(SpecCluster):
         # SpecCluster.adapt (spec.py:615) knows no groups, no limits of a site, and no other process.
         allowed = arguments_of(Adaptive) | {*inspect.signature(Scheduler.workers_to_close).parameters}
         refuse_unexpected(self.adapt, kwargs, allowed - {"cluster"})
-        least, most = self._bounds(
-            worker_group,
+        options, others = self.groups.options(worker_group), self.groups.others(worker_group)
+        least, most = adaptive_bounds(
+            options,
             (minimum, minimum_memory, minimum_cores),
             (None if maximum == math.inf else maximum, maximum_memory, maximum_cores),
+            others,
         )
+        if math.isinf(most):
+            most, name = max(least, _MAXIMUM), self.options.name
+            logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
+        most = int(most)
         self._check_open(f"worker group {worker_group!r} not adapted")
         is_cml_adaptive = issubclass(Adaptive, CMLAdaptive)
         if is_cml_adaptive:
@@ -669,22 +657,6 @@ class CMLCluster(SpecCluster):
         elif isinstance(adaptive, CMLAdaptive) and self.is_keeper:
             self.soon(adaptive.begin)
         return adaptive
-
-    def _bounds(self, group: str, minimum: Amounts, maximum: Amounts) -> tuple[int, int]:
-        """Return the bounds of adaptive scaling; see :meth:`Options.bounds` for the arguments.
-
-        Without a maximum, take the limit of the site, or else warn.
-        """
-        options = self.groups.options(group)
-        least, most = options.bounds(minimum, maximum)
-        check_room("minimum", least, options.worker, self.groups.others(group))
-        if math.isinf(most):
-            # At least one, so that adaptive scaling logs the limit if no session fits.
-            most = max(1, room(options.worker, [(self.options.scheduler, 1)])[0])
-        if math.isinf(most):
-            most, name = max(least, _MAXIMUM), self.options.name
-            logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
-        return least, int(most)
 
     def stop_adapting(self, group: str) -> Any:
         """Keep a group's number of sessions. In a remote's event loop, return an awaitable.
@@ -1133,7 +1105,7 @@ class CMLCluster(SpecCluster):
         if self.options.forward_dashboard:
             await self.sharing.forward_dashboard()
         self.quiet = self._quiet
-        self._want_first()
+        self.groups.want_first()
         async with self._lock:
             creates = await self.sharing.open()
             if creates:
@@ -1170,7 +1142,10 @@ class CMLCluster(SpecCluster):
         self.api = WorkersAPI(load_platform(options.platform))
         self.groups = Groups(self, options, self.api, self.place)
         # A subclass may have chosen other classes.
-        self.scheduler_spec = {**self._scheduler_spec(), "cls": self.scheduler_spec["cls"]}
+        self.scheduler_spec = {
+            **scheduler_spec(self.api, options, self.place),
+            "cls": self.scheduler_spec["cls"],
+        }
         self.new_spec = {**self.groups.spec(DEFAULT_GROUP), "cls": self.new_spec["cls"]}
 
     async def _create(self) -> None:
@@ -1190,23 +1165,6 @@ class CMLCluster(SpecCluster):
 
     # -- the connection to the scheduler
 
-    async def connect(self, address: str) -> None:
-        """Talk to the scheduler at an address from now on.
-
-        Parameters
-        ----------
-        address : str
-            The address.
-        """
-        connection_args = await asyncio.to_thread(tls.connection_args, self.place.security, address)
-        if self.scheduler_comm is not None:
-            with contextlib.suppress(Exception):
-                await within(timing.retry, self.scheduler_comm.close_rpc())
-        self.scheduler_comm = rpc(address, connection_args=connection_args)
-        for callback in self.periodic_callbacks.values():
-            callback.start()
-        self._note_running()
-
     async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`dask_cml.rpc.ask`. Default limit: ``timing.answer``.
 
@@ -1225,40 +1183,12 @@ class CMLCluster(SpecCluster):
         comm = self.scheduler_comm
         return await ask(comm.address, comm.connection_args, op, limit, **arguments)
 
-    def _note_running(self) -> None:
-        """Note that the cluster runs, unless it is closing already."""
-        self.status = Status.closing if self.ending.has_begun else Status.running
-
-    @property
-    def is_subscribed(self) -> bool:
-        """Whether the scheduler describes its workers to this process."""
-        return self._watch_worker_status_task is not None and not self._watch_worker_status_task.done()
-
-    async def subscribe(self) -> None:
-        """Follow the scheduler's workers by Cluster._start (cluster.py:123), within a time limit.
-
-        The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
-        """
-        await self.unsubscribe()
-        await within(timing.answer, self._start_dask())
-
-    async def _start_dask(self) -> None:
+    async def start_dask(self) -> None:
+        """Follow the scheduler's workers by Cluster._start (cluster.py:123)."""
         await super(SpecCluster, self)._start()
         workers = with_numbers(self.scheduler_info["workers"])
         self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": workers})
-        self._note_running()  # Cluster._start says so of an object that is closing, too
-
-    async def unsubscribe(self) -> None:
-        """Follow the scheduler's workers no more."""
-        if self._watch_worker_status_comm is not None:
-            self._watch_worker_status_comm.abort()
-        await cancel(self._watch_worker_status_task, self._sync_cluster_info_task)
-        self._watch_worker_status_comm = self._watch_worker_status_task = None
-        self._sync_cluster_info_task = None
-
-    def forget_workers(self) -> None:
-        """Know of no Dask worker, because their scheduler is gone."""
-        self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": {}, "n_workers": 0})
+        self.connection.note_running()  # Cluster._start says so of an object that is closing, too
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
@@ -1365,7 +1295,7 @@ class CMLCluster(SpecCluster):
     async def close_dask(self) -> None:
         """Close what Dask's classes have opened, by their own code."""
         await self.sharing.close_dashboard()  # before Dask's code says that the cluster is closed
-        await self.unsubscribe()
+        await self.connection.unsubscribe()
         self.worker_spec.clear()
         if self.is_keeper:
             await self.processes.close_others(self.processes.others)
@@ -1374,7 +1304,7 @@ class CMLCluster(SpecCluster):
         for worker in [*self.workers.values()]:
             worker.status = Status.closed
         self.workers.clear()
-        self.forget_workers()
+        self.connection.forget_workers()
         self.sharing.forget()
         # With this status, SpecCluster._close (spec.py:438) does only its last steps.
         self.status = Status.closing_gracefully
@@ -1607,27 +1537,9 @@ class CMLCluster(SpecCluster):
         is_new = not hasattr(self, "_cached_widget")
         tab = super()._widget()
         if is_new and tab is not None:
-            self._add_sessions_tab(tab)
+            add_sessions_tab(self, tab)
+            self._has_sessions_tab = True
         return tab
-
-    def _add_sessions_tab(self, tab: Any) -> None:
-        from ipywidgets import HTML
-
-        sessions = HTML()
-        interval = parse_timedelta(dask.config.get("distributed.deploy.cluster-repr-interval"), "ms")
-
-        def update() -> None:
-            sessions.value = render("cml_session_table.html.j2", cluster=self, status_of=status_of)
-
-        def install() -> None:
-            callback = self.periodic_callbacks["cml-sessions"] = PeriodicCallback(update, interval * 1000)
-            callback.start()
-
-        update()
-        tab.children = [*tab.children, sessions]
-        tab.set_title(len(tab.children) - 1, "Sessions")
-        self._has_sessions_tab = True
-        self.loop.add_callback(install)  # type: ignore[union-attr]
 
     @classmethod
     def open(cls) -> list[CMLCluster]:
@@ -1706,20 +1618,7 @@ class CMLCluster(SpecCluster):
         if not self.quiet:
             output.say(text)
         if self.is_keeper:
-            self.write_log(now, text)
-
-    def write_log(self, now: datetime, text: str) -> None:
-        """Write into the cluster's own log, for other processes and for the time after its end.
-
-        Parameters
-        ----------
-        now : datetime
-            The time of the line.
-        text : str
-            The line, or several.
-        """
-        path = log_path(OWN, self.place.folder, self.options.log_directory)
-        output.write(lambda: LogFile(str(path)).write(f"{now:%Y-%m-%d %H:%M:%S} - {text}\n".encode()))
+            write_own_log(self.options, self.place, now, text)
 
 
 def close_all() -> None:

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import dask.config
+from dask.utils import parse_timedelta
 from dask.widgets.widgets import TEMPLATE_PATHS, get_environment
 from distributed.core import Status
 from distributed.utils import Logs, is_kernel
+from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
 from dask_cml.sessions.session import CMLProcess, Session
@@ -71,6 +74,26 @@ def status_of(session: Session, connected: Collection[str]) -> str:
     if session.name in connected:
         return "connected"
     return session.status if session.waits_for is None else waiting(session.waits_for)
+
+
+def add_sessions_tab(cluster: Any, tab: Any) -> None:
+    """Add a tab with the sessions to the widget of a cluster."""
+    from ipywidgets import HTML
+
+    sessions = HTML()
+    interval = parse_timedelta(dask.config.get("distributed.deploy.cluster-repr-interval"), "ms")
+
+    def update() -> None:
+        sessions.value = render("cml_session_table.html.j2", cluster=cluster, status_of=status_of)
+
+    def install() -> None:
+        callback = cluster.periodic_callbacks["cml-sessions"] = PeriodicCallback(update, interval * 1000)
+        callback.start()
+
+    update()
+    tab.children = [*tab.children, sessions]
+    tab.set_title(len(tab.children) - 1, "Sessions")
+    cluster.loop.add_callback(install)
 
 
 @dataclass(frozen=True)

@@ -350,8 +350,8 @@ async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribe
     cluster.sharing.written = write
     leaving = asyncio.create_task(cluster.leave())
     await writes.wait()
-    await cluster.unsubscribe()  # as when the connection breaks
-    await eventually(lambda: cluster.is_subscribed)
+    await cluster.connection.unsubscribe()  # as when the connection breaks
+    await eventually(lambda: cluster.connection.is_subscribed)
     assert cluster.status == Status.closing
     with pytest.raises(CMLError, match="cluster left is closing"):
         cluster.scale(1)

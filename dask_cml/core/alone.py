@@ -141,8 +141,8 @@ class Alone:
         OSError, asyncio.TimeoutError, CMLError
             If it does not answer.
         """
-        await self._cluster.connect(address)
-        await self._cluster.subscribe()
+        await self._cluster.connection.connect(address)
+        await self._cluster.connection.subscribe()
 
     async def follow(self) -> None:
         """Follow what other processes do, from now on."""

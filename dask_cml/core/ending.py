@@ -26,6 +26,7 @@ from dask_cml.core.at_exit import no_longer_end_at_exit
 from dask_cml.core.demand import Demand
 from dask_cml.core.interface import Cluster
 from dask_cml.core.launches import Launches
+from dask_cml.core.own_log import write_own_log
 from dask_cml.core.processes import Processes, connected_names
 from dask_cml.core.retirement import Retirements
 from dask_cml.core.stops import Stops
@@ -219,7 +220,7 @@ class Ending:
             self._cluster.api.forget(*self._cluster.api.live)
             self._cluster.workers.clear()
         self._cluster.groups.yield_adapting()
-        await self._cluster.unsubscribe()
+        await self._cluster.connection.unsubscribe()
 
     async def outlive_this_process(self) -> None:
         """Let the cluster run on when this process exits, until the session ends that launched it.
@@ -501,7 +502,12 @@ class Ending:
         words = first_line("".join(traceback.format_exception_only(error)))
         self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
         if self._cluster.is_keeper:
-            self._cluster.write_log(datetime.now(), "".join(traceback.format_exception(error)).rstrip())
+            write_own_log(
+                self._cluster.options,
+                self._cluster.place,
+                datetime.now(),
+                "".join(traceback.format_exception(error)).rstrip(),
+            )
 
     @property
     def is_forks_copy(self) -> bool:

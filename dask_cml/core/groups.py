@@ -79,6 +79,19 @@ class Groups:
         #: The own options of wanted workers, with the options in their specs from which they follow.
         self._own: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {}
         self._adaptives: dict[str, Adaptive] = {}
+        #: Whether the first workers are wanted.
+        self._has_begun = False
+
+    def want_first(self) -> None:
+        """Want the first workers of all groups, unless that was done, or the cluster runs already."""
+        options = self.options()
+        if self._has_begun or options.create_mode == "connect":
+            return
+        self._has_begun = True
+        self.resize(DEFAULT_GROUP, options.n_workers, ())
+        for name, of_group in options.groups().items():
+            self.add(name, of_group)
+            self.resize(name, of_group.n_workers, ())
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

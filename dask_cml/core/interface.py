@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any, Protocol
 
 from distributed.core import Status
@@ -12,6 +11,7 @@ from distributed.core import Status
 from dask_cml.core.alone import Alone
 from dask_cml.core.groups import Groups
 from dask_cml.options import Options
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.workers_api import WorkersAPI
 
 
@@ -41,7 +41,14 @@ class Cluster(Protocol):
     starting: asyncio.Task[None] | None
     shutdown_on_close: bool
     end_reason: str
+    place: Place
+    connection: Any
+    ending: Any
+    periodic_callbacks: dict[str, Any]
     _lock: asyncio.Lock
+    _watch_worker_status_comm: Any
+    _watch_worker_status_task: Any
+    _sync_cluster_info_task: Any
     _loop_runner: Any
     scheduler: Any
     scheduler_spec: dict[str, Any]
@@ -77,11 +84,8 @@ class Cluster(Protocol):
     async def attach(self, name: str, worker: Any) -> None:
         """Enter a launched worker into the cluster."""
 
-    async def unsubscribe(self) -> None:
-        """Follow the scheduler's workers no more."""
-
-    def write_log(self, now: datetime, text: str) -> None:
-        """Write into the cluster's own log."""
+    async def start_dask(self) -> None:
+        """Follow the scheduler's workers by Dask's own code."""
 
     async def stop_looking(self) -> None:
         """Cancel the looks, the steps and the launches of this process."""

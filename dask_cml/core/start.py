@@ -14,15 +14,23 @@ from dask_cml.core.launches import Launches
 from dask_cml.core.processes import Processes
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.options import Options
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sessions.workers_api import WorkersAPI
 
 
 def class_of(spec: Mapping[str, Any]) -> Any:
     """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
     cls = spec["cls"]
     return import_term(cls) if isinstance(cls, str) else cls
+
+
+def scheduler_spec(api: WorkersAPI, options: Options, place: Place) -> dict[str, Any]:
+    """Return the spec of the scheduler, in SpecCluster's form."""
+    return {"cls": CMLScheduler, "options": {"api": api, "options": options, "place": place}}
 
 
 class Start:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from dask_cml.checks import message
-from dask_cml.options import Options, SessionSize, exact
+from dask_cml.options import Amounts, Options, SessionSize, exact
 from dask_cml.options.configuration import origin, setting
 from dask_cml.options.table import OPTIONS
 
@@ -107,3 +107,30 @@ def check_new(options: Options) -> None:
         where = f"worker_groups[{group!r}]." if group else ""
         check_room(f"{where}n_workers", of_group.n_workers, of_group.worker, sessions)
         sessions.append((of_group.worker, of_group.n_workers))
+
+
+def adaptive_bounds(
+    options: Options, minimum: Amounts, maximum: Amounts, others: Sessions
+) -> tuple[int, float]:
+    """Return the bounds of a group's adaptive scaling. Without a maximum, take the limit of the site.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the group.
+    minimum, maximum : tuple
+        As in :meth:`Options.bounds`.
+    others : sequence
+        All other sessions of the cluster, the scheduler first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a bound is invalid, or the minimum exceeds a limit.
+    """
+    least, most = options.bounds(minimum, maximum)
+    check_room("minimum", least, options.worker, others)
+    if math.isinf(most):
+        # At least one, so that adaptive scaling logs the limit if no session fits.
+        most = max(1, room(options.worker, others[:1])[0])
+    return least, most

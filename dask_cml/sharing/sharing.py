@@ -300,7 +300,7 @@ class Sharing(Alone):
         """Connect to the scheduler that this process has launched, and keep the lease from now on."""
         await self._join_within(self._cluster.options.scheduler_timeout, address)
         if self.link.board.keeper == self.link.id:
-            await self._cluster.subscribe()
+            await self._cluster.connection.subscribe()
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
@@ -329,7 +329,7 @@ class Sharing(Alone):
                         f"{timeout:g} s: {error!r}"
                     ) from error
             await asyncio.sleep(timing.retry / 2)
-        await self._cluster.connect(address)
+        await self._cluster.connection.connect(address)
         self._is_joined = True
         self.failover.begin_anew()
         if self._follower is not None:
@@ -398,7 +398,7 @@ class Sharing(Alone):
             await self.link.lease(take=True)
             board = self.link.board
             if board.keeper == self.link.id and self._keeper is not None:
-                await self._cluster.subscribe()  # another process may have subscribed meanwhile
+                await self._cluster.connection.subscribe()  # another process may have subscribed meanwhile
         if board.keeper == self.link.id and self._keeper is None:
             try:
                 await self._succeed(board)
@@ -407,8 +407,8 @@ class Sharing(Alone):
                 raise
         elif board.keeper != self.link.id and self._keeper is not None:
             await self._yield(self._keeper)
-        if self._keeper is not None and not self._cluster.is_subscribed:
-            await self._cluster.subscribe()
+        if self._keeper is not None and not self._cluster.connection.is_subscribed:
+            await self._cluster.connection.subscribe()
         await self._take_last_board()
 
     async def _take_last_board(self) -> None:
@@ -424,7 +424,7 @@ class Sharing(Alone):
         cluster = self._cluster
         record = await asyncio.to_thread(store.read_again, self.record)
         cluster.groups.take(board.groups)
-        await cluster.subscribe()
+        await cluster.connection.subscribe()
         keeper = await self._make_keeper(record)
         async with cluster._lock:
             await self._follower.step()  # what was changed here is on the board then
@@ -595,9 +595,9 @@ class Sharing(Alone):
         cluster.tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
         cluster.tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
         await cluster.stop_looking()
-        await cluster.unsubscribe()
+        await cluster.connection.unsubscribe()
         self.link.close()
-        cluster.forget_workers()
+        cluster.connection.forget_workers()
         async with cluster._lock:
             if self._keeper is None:
                 keeper.want(last_board)

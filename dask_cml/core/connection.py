@@ -1,0 +1,78 @@
+"""The connection of a cluster object to its scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from distributed.core import Status, rpc
+from distributed.objects import SchedulerInfo
+
+from dask_cml.cancellation import cancel, within
+from dask_cml.core.interface import Cluster
+from dask_cml.sessions import tls
+from dask_cml.timing import timing
+
+
+class Connection:
+    """Connects a cluster object to one scheduler after another.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def connect(self, address: str) -> None:
+        """Talk to the scheduler at an address from now on.
+
+        Parameters
+        ----------
+        address : str
+            The address.
+        """
+        connection_args = await asyncio.to_thread(tls.connection_args, self._cluster.place.security, address)
+        if self._cluster.scheduler_comm is not None:
+            with contextlib.suppress(Exception):
+                await within(timing.retry, self._cluster.scheduler_comm.close_rpc())
+        self._cluster.scheduler_comm = rpc(address, connection_args=connection_args)
+        for callback in self._cluster.periodic_callbacks.values():
+            callback.start()
+        self.note_running()
+
+    def note_running(self) -> None:
+        """Note that the cluster runs, unless it is closing already."""
+        self._cluster.status = Status.closing if self._cluster.ending.has_begun else Status.running
+
+    @property
+    def is_subscribed(self) -> bool:
+        """Whether the scheduler describes its workers to this process."""
+        return (
+            self._cluster._watch_worker_status_task is not None
+            and not self._cluster._watch_worker_status_task.done()
+        )
+
+    async def subscribe(self) -> None:
+        """Follow the scheduler's workers by Dask's own code, within a time limit.
+
+        The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
+        """
+        await self.unsubscribe()
+        await within(timing.answer, self._cluster.start_dask())
+
+    async def unsubscribe(self) -> None:
+        """Follow the scheduler's workers no more."""
+        if self._cluster._watch_worker_status_comm is not None:
+            self._cluster._watch_worker_status_comm.abort()
+        await cancel(self._cluster._watch_worker_status_task, self._cluster._sync_cluster_info_task)
+        self._cluster._watch_worker_status_comm = self._cluster._watch_worker_status_task = None
+        self._cluster._sync_cluster_info_task = None
+
+    def forget_workers(self) -> None:
+        """Know of no Dask worker, because their scheduler is gone."""
+        self._cluster.scheduler_info = SchedulerInfo(
+            {**self._cluster.scheduler_info, "workers": {}, "n_workers": 0}
+        )
