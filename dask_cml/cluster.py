@@ -894,7 +894,7 @@ class CMLCluster(SpecCluster):
                 if excess := self.groups.excess(group):
                     self.groups.close(group, await self.retirements.choose(group, excess))
             await self._stop_unwanted(await self._retire_unwanted())
-            await self.launch_missing()
+            await self._launch_missing()
             await self.sharing.stepped()
 
     def note_changes_by_hand(self) -> None:
@@ -937,7 +937,7 @@ class CMLCluster(SpecCluster):
             await worker.close()
             self.sharing.event("stopped", worker.name)
 
-    async def launch_missing(self) -> None:
+    async def _launch_missing(self) -> None:
         """Launch the wanted workers that have no session, as far as their groups' backoffs allow it."""
         ready = self.launches.ready
         if ready:
@@ -1002,6 +1002,7 @@ class CMLCluster(SpecCluster):
     def begin_looking(self) -> None:
         """Look at the sessions and adapt from now on."""
         self.groups.begin_adapting()
+        self._heard_since = None
         self._looking = asyncio.create_task(self._look_for_ever())
 
     async def stop_looking(self) -> None:

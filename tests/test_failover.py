@@ -677,6 +677,23 @@ async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_noth
 
 
 @simulated
+async def test_the_workers_launch_while_the_next_scheduler_starts(it, monkeypatch):
+    async def schedule_late(*arguments):
+        await begun.wait()
+        await schedule(*arguments)
+
+    async with simulate(name="lab", n_workers=2) as cluster:
+        await eventually(lambda: arrived(cluster) == 2)
+        schedule, begun = it.sessions._schedule, asyncio.Event()
+        monkeypatch.setattr(it.sessions, "_schedule", schedule_late)
+        it.platform.evict(cluster.scheduler.session_id)
+        await eventually(lambda: cluster.place.number == 1 and len(it.platform.live) == 3, seconds=20.0)
+        assert not cluster.sharing.is_connected
+        begun.set()
+        await eventually(lambda: stands(it, cluster, 2))
+
+
+@simulated
 async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)

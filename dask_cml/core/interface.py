@@ -75,9 +75,6 @@ class Cluster(Protocol):
     async def launch_worker(self, name: str) -> None:
         """Launch the session of a wanted worker."""
 
-    async def launch_missing(self) -> None:
-        """Launch the wanted workers that have no session."""
-
     def make_worker(self, name: str, spec: Mapping[str, Any]) -> Any:
         """Return a worker of a spec that is not launched yet."""
 

@@ -74,6 +74,10 @@ class Launches:
         """Forget the failures of a group, because a user has changed it."""
         self._backoffs.pop(group, None)
 
+    def forget_failures(self) -> None:
+        """Forget the failures of all groups, because another process has kept the cluster since."""
+        self._backoffs.clear()
+
     @property
     def pause(self) -> float:
         """Seconds until the next launch of a group that pauses. Infinite if none pauses."""
@@ -122,9 +126,12 @@ class Launches:
 
     # -- launch
 
-    async def start(self, names: Sequence[str]) -> None:
-        """Launch workers in a task. Wait some seconds for it."""
-        task = asyncio.create_task(self._launch_together(names))
+    async def start(self, names: Sequence[str], *, unasked: bool = False) -> None:
+        """Launch workers in a task. Wait some seconds for it.
+
+        With `unasked`, no scheduler says yet whether this process keeps the cluster: it launches one.
+        """
+        task = asyncio.create_task(self._launch_together(names, unasked))
         self._tasks |= dict.fromkeys(names, task)
         task.add_done_callback(self._launched)
         await asyncio.wait([task], timeout=timing.launch)
@@ -141,7 +148,7 @@ class Launches:
         """Wait for no launch any more. A session that is launched nevertheless is stopped by its id."""
         await cancel(*{*self._tasks.values()})
 
-    async def _launch_together(self, names: Sequence[str]) -> None:
+    async def _launch_together(self, names: Sequence[str], unasked: bool) -> None:
         """Launch workers, and count all their failures as one."""
         began, cluster = time.monotonic(), self._cluster
         groups = {name: cluster.groups.group_of(name) for name in names}
@@ -149,14 +156,16 @@ class Launches:
         others = self._tasks.keys() - cluster.workers.keys() - {*names}
         left, why = await cluster.sharing.left_for_user(len(self._processes.launched) + len(others))
         errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[left:]}
-        errors |= await self._launch_some(names[:left], groups)
+        errors |= await self._launch_some(names[:left], groups, unasked)
         for group, backoff in backoffs.items():
             if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
                 in_group = [name for name in names if groups[name] == group]
                 of_group = {name: errors[name] for name in in_group if name in errors}
                 self._count(group, in_group, of_group, began)
 
-    async def _launch_some(self, names: Sequence[str], groups: Mapping[str, str]) -> dict[str, CMLError]:
+    async def _launch_some(
+        self, names: Sequence[str], groups: Mapping[str, str], unasked: bool
+    ) -> dict[str, CMLError]:
         """Launch workers, as many at once as the API allows. Return the errors by the workers' names.
 
         After a refusal, no further workers of the group are tried: so an exhausted quota refuses only a few
@@ -169,7 +178,8 @@ class Launches:
 
         async def launch() -> None:
             for name in queue:
-                if not cluster.keeps or any(isinstance(error, CallFailed) for error in errors.values()):
+                may_launch = unasked or cluster.keeps
+                if not may_launch or any(isinstance(error, CallFailed) for error in errors.values()):
                     return
                 if groups[name] in refused or name not in cluster.worker_spec:
                     continue

@@ -91,7 +91,11 @@ class Start:
                 shown.notice = shortage
             await cluster.sharing.note(self._processes.launched)
             watching = asyncio.create_task(self._watch())
-            launching = self._launch_strictly(names) if strict else cluster.launch_missing()
+            launching = (
+                self._launch_strictly(names)
+                if strict
+                else self._launches.start(self._launches.ready, unasked=True)
+            )
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
             await gather_or_cancel(self._wait_and_join(scheduler), launching)
             has_started = True

@@ -234,6 +234,7 @@ class Sharing(Alone):
     async def _make_keeper(self, record: Record) -> Keeper:
         """Return what keeps the cluster here from now on. It gives no name that a session has had before."""
         self._cluster.groups.given(await asyncio.to_thread(store.given_names, record))
+        self._cluster.launches.forget_failures()
         return Keeper(self._cluster, self.link, self.outbox, record)
 
     async def _connect(self) -> None:
