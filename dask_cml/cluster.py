@@ -55,14 +55,10 @@ from dask_cml.core.view import View
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, escaped, render, status_of
 from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
-from dask_cml.options import (
-    Options,
-    SessionSize,
-    arguments_of,
-    refuse_unexpected,
-    state_directory,
-)
+from dask_cml.options import Options, SessionSize, state_directory
+from dask_cml.options.arguments import arguments_of, refuse_unexpected, takes_options
 from dask_cml.options.limits import adaptive_bounds, check_new, check_room
+from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import Logger
 from dask_cml.rpc import NO_ANSWER, ask
 from dask_cml.sessions import here, tls
@@ -143,40 +139,43 @@ class CMLCluster(SpecCluster):
         Number of threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
     processes : int, optional
         Number of Dask workers in a worker session. Default: one for each GPU, or 1 without GPUs.
+    resources : mapping of str to float, optional
+        Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
+        processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
     memory_reserve : float or str, optional
         Memory kept free for everything in a worker session except the Dask workers, in GiB, or a string such
         as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
     scratch : float or str, optional
         Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Its Dask workers spill at
         most 80 % of it. ``"none"``: unlimited. Default ``"10 GB"``, as CML's.
-    resources : mapping of str to float, optional
-        Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
-        processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
+    worker_command : sequence of str, optional
+        Command that starts the Dask workers of a session. Default: ``["dask", "worker"]``. If dask-cuda is
+        installed, ``["dask", "cuda", "worker"]`` for sessions with one process for each GPU, unless
+        `worker_args` is set.
+    worker_class : str, optional
+        Class of the Dask workers, as in ``dask worker --worker-class``. Default: Dask's own.
+    worker_args : sequence of str, optional
+        Additional command-line arguments of ``dask worker``. Default: none.
+    launch_options : mapping, optional
+        Additional parameters of CML's ``launch_workers`` for a worker session, such as
+        ``accelerator_label_id``. Default: none.
+    worker_groups : mapping of str to mapping, optional
+        Additional worker groups by name, with their arguments of :meth:`add_worker_group`. Default: none.
     scheduler_cpu : float, optional
         Virtual CPUs of the scheduler's session. Default 1.
     scheduler_memory : float or str, optional
         Memory of the scheduler's session, in GiB, or a string such as ``"4 GiB"``. Default 2.
     scheduler_nvidia_gpu : int, optional
         Number of GPUs of the scheduler's session. Default 0.
-    env : mapping of str to str, optional
-        Environment variables of all sessions. Default: none.
-    worker_args : sequence of str, optional
-        Additional command-line arguments of ``dask worker``. Default: none.
     scheduler_args : sequence of str, optional
         Additional command-line arguments of ``dask scheduler``. Default: none.
-    worker_class : str, optional
-        Class of the Dask workers, as in ``dask worker --worker-class``. Default: Dask's own.
-    worker_command : sequence of str, optional
-        Command that starts the Dask workers of a session. Default: ``["dask", "worker"]``. If dask-cuda is
-        installed, ``["dask", "cuda", "worker"]`` for sessions with one process for each GPU, unless
-        `worker_args` is set.
-    launch_options : mapping, optional
-        Additional parameters of CML's ``launch_workers`` for a worker session, such as
-        ``accelerator_label_id``. Default: none.
     scheduler_launch_options : mapping, optional
         Additional parameters of CML's ``launch_workers`` for the scheduler's session. Default: none.
-    worker_groups : mapping of str to mapping, optional
-        Additional worker groups by name, with their arguments of :meth:`add_worker_group`. Default: none.
+    env : mapping of str to str, optional
+        Environment variables of all sessions. Default: none.
+    log_directory : path, optional
+        Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
+        cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.
     name : str, optional
         Name of the cluster. Default: a random name.
     create_mode : {"create", "connect", "create-or-connect"}, optional
@@ -185,8 +184,8 @@ class CMLCluster(SpecCluster):
         A running cluster keeps its options. As with :meth:`from_name`, :meth:`close` shuts it down, but it
         keeps running after the ``with`` block or the process, unless ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
-        If True (default), encrypt with keys made for this cluster; clients find them automatically. If
-        False, anyone who can reach the scheduler can use it. Pass a Security to use your own keys.
+        If True, encrypt with keys made for this cluster; clients find them automatically. If False, anyone
+        who can reach the scheduler can use it. Pass a Security to use your own keys. Default True.
     pending_timeout : float or str, optional
         Time limit for the scheduler's session to leave the queue and start, in seconds, or a string such as
         ``"15 minutes"``. Default 15 minutes. Worker sessions have no such limit.
@@ -201,9 +200,6 @@ class CMLCluster(SpecCluster):
     orphan_timeout : float or str, optional
         Time without a connected client and without a process that uses the cluster, after which it shuts
         down, in seconds or as a string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
-    log_directory : path, optional
-        Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
-        cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.
     shutdown_on_close : bool, optional
         Whether to stop all sessions when this object is closed or its process exits. If False, the cluster
         keeps running until the CML session that launched it ends. Default True.
@@ -250,6 +246,7 @@ class CMLCluster(SpecCluster):
     takes_lease = True
 
     @checks_arguments
+    @takes_options(ARGUMENTS)
     def __init__(
         self,
         n_workers: int | None = None,
@@ -259,20 +256,21 @@ class CMLCluster(SpecCluster):
         *,
         nthreads: int | None = None,
         processes: int | None = None,
+        resources: Mapping[str, float] | None = None,
         memory_reserve: float | str | None = None,
         scratch: float | str | None = None,
-        resources: Mapping[str, float] | None = None,
+        worker_command: Sequence[str] | None = None,
+        worker_class: str | None = None,
+        worker_args: Sequence[str] | None = None,
+        launch_options: Mapping[str, Any] | None = None,
+        worker_groups: Mapping[str, Mapping[str, Any]] | None = None,
         scheduler_cpu: float | None = None,
         scheduler_memory: float | str | None = None,
         scheduler_nvidia_gpu: int | None = None,
-        env: Mapping[str, str] | None = None,
-        worker_args: Sequence[str] | None = None,
         scheduler_args: Sequence[str] | None = None,
-        worker_class: str | None = None,
-        worker_command: Sequence[str] | None = None,
-        launch_options: Mapping[str, Any] | None = None,
         scheduler_launch_options: Mapping[str, Any] | None = None,
-        worker_groups: Mapping[str, Mapping[str, Any]] | None = None,
+        env: Mapping[str, str] | None = None,
+        log_directory: str | None = None,
         name: str | None = None,
         create_mode: str | None = None,
         security: bool | Security | None = None,
@@ -281,7 +279,6 @@ class CMLCluster(SpecCluster):
         worker_timeout: float | str | None = None,
         idle_timeout: float | str | None = None,
         orphan_timeout: float | str | None = None,
-        log_directory: str | None = None,
         shutdown_on_close: bool | None = None,
         forward_dashboard: bool | None = None,
         platform: str | None = None,
@@ -291,43 +288,9 @@ class CMLCluster(SpecCluster):
         quiet: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_unexpected(CMLCluster, kwargs)
+        given = kwargs["given"]
         check_loop(asynchronous, loop)
         check_silence_logs(silence_logs)
-        given: dict[str, Any] = {
-            "n_workers": n_workers,
-            "cpu": cpu,
-            "memory": memory,
-            "nvidia_gpu": nvidia_gpu,
-            "nthreads": nthreads,
-            "processes": processes,
-            "memory_reserve": memory_reserve,
-            "scratch": scratch,
-            "resources": resources,
-            "scheduler_cpu": scheduler_cpu,
-            "scheduler_memory": scheduler_memory,
-            "scheduler_nvidia_gpu": scheduler_nvidia_gpu,
-            "env": env,
-            "worker_args": worker_args,
-            "scheduler_args": scheduler_args,
-            "worker_class": worker_class,
-            "worker_command": worker_command,
-            "launch_options": launch_options,
-            "scheduler_launch_options": scheduler_launch_options,
-            "worker_groups": worker_groups,
-            "name": name,
-            "create_mode": create_mode,
-            "security": security,
-            "pending_timeout": pending_timeout,
-            "scheduler_timeout": scheduler_timeout,
-            "worker_timeout": worker_timeout,
-            "idle_timeout": idle_timeout,
-            "orphan_timeout": orphan_timeout,
-            "log_directory": log_directory,
-            "shutdown_on_close": shutdown_on_close,
-            "forward_dashboard": forward_dashboard,
-            "platform": platform,
-        }
         options = Options.read(**given).inheriting()
         if options.create_mode == "create":
             check_new(options)
@@ -711,6 +674,7 @@ class CMLCluster(SpecCluster):
     # -- worker groups
 
     @checks_arguments
+    @takes_options(GROUP_OPTIONS)
     def add_worker_group(
         self,
         name: str,
@@ -721,14 +685,14 @@ class CMLCluster(SpecCluster):
         nvidia_gpu: int | None = None,
         nthreads: int | None = None,
         processes: int | None = None,
+        resources: Mapping[str, float] | None = None,
         memory_reserve: float | str | None = None,
         scratch: float | str | None = None,
-        resources: Mapping[str, float] | None = None,
-        worker_class: str | None = None,
         worker_command: Sequence[str] | None = None,
+        worker_class: str | None = None,
         worker_args: Sequence[str] | None = None,
-        env: Mapping[str, str] | None = None,
         launch_options: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Add a group of worker sessions with a size and options of its own.
@@ -753,22 +717,22 @@ class CMLCluster(SpecCluster):
             Number of threads of a session.
         processes : int, optional
             Number of Dask workers in a session.
+        resources : mapping of str to float, optional
+            Resources of a session, for tasks that ask for them.
         memory_reserve : float or str, optional
             Part of a session's memory that its Dask workers leave to other processes, in GiB.
         scratch : float or str, optional
             Local disk of a session, in GiB, or a string such as ``"50 GB"``.
-        resources : mapping of str to float, optional
-            Resources of a session, for tasks that ask for them.
-        worker_class : str, optional
-            Class of the Dask workers.
         worker_command : sequence of str, optional
             Command that starts the Dask workers of a session.
+        worker_class : str, optional
+            Class of the Dask workers.
         worker_args : sequence of str, optional
             Additional command-line arguments of ``dask worker``.
-        env : mapping of str to str, optional
-            Environment variables, in addition to the cluster's.
         launch_options : mapping, optional
             Additional parameters of CML's ``launch_workers``.
+        env : mapping of str to str, optional
+            Environment variables, in addition to the cluster's.
 
         Raises
         ------
@@ -783,24 +747,7 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(2, worker_group="big")
         >>> cluster.delete_worker_group("big")
         """
-        refuse_unexpected(self.add_worker_group, kwargs)
-        given = {
-            "n_workers": n_workers,
-            "cpu": cpu,
-            "memory": memory,
-            "nvidia_gpu": nvidia_gpu,
-            "nthreads": nthreads,
-            "processes": processes,
-            "memory_reserve": memory_reserve,
-            "scratch": scratch,
-            "resources": resources,
-            "worker_class": worker_class,
-            "worker_command": worker_command,
-            "worker_args": worker_args,
-            "env": env,
-            "launch_options": launch_options,
-        }
-        options = self.options.of_group(given)
+        options = self.options.of_group(kwargs["given"])
         group_name("name", name)
         self.check_running(f"worker group {name!r} not added")
         self.api.check_options(options.launch_options)

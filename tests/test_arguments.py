@@ -8,7 +8,8 @@ import pytest
 from clusters import make
 
 from dask_cml import CMLAdaptive, CMLCluster
-from dask_cml.options import OPTION_NAMES, unexpected_argument
+from dask_cml.options.arguments import unexpected_argument
+from dask_cml.options.table import ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ from dask_cml.options import OPTION_NAMES, unexpected_argument
     ],
 )
 def test_an_argument_of_other_cluster_managers_leads_to_the_one_of_a_cluster(name, expected):
-    message = unexpected_argument("CMLCluster", name, OPTION_NAMES)
+    message = unexpected_argument("CMLCluster", name, [*ARGUMENTS])
     start = f"CMLCluster() got an unexpected keyword argument {name!r}: expected "
     assert message.startswith(start + expected)
 

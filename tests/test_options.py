@@ -593,7 +593,7 @@ def test_a_representation_shows_no_value_that_may_be_secret():
     }
     groups = {"gpu": {"env": {"TOKEN": "s3cr3t"}}}
     shown = repr(Options.read(name="mine", worker_args=["s3cr3t"], worker_groups=groups, **secret))
-    assert shown.startswith("Options(n_workers=0, cpu=1.0, memory=2.0, nvidia_gpu=0, memory_reserve=")
+    assert shown.startswith("Options(n_workers=0, cpu=1.0, memory=2.0, nvidia_gpu=0, nthreads=")
     assert "name='mine'" in shown
     assert "s3cr3t" not in shown
 

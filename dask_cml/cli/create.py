@@ -15,7 +15,7 @@ from dask_cml.advice import for_shell
 from dask_cml.cli.console import cml, echo
 
 if TYPE_CHECKING:
-    from dask_cml.options.table import Option
+    from dask_cml.options.option import Argument
 
 
 #: What help shows for the values of options, by their checks or JSON types.
@@ -68,11 +68,11 @@ def _cluster_options(grouped: bool) -> dict[click.Parameter, str]:
     """Return an option of the command line for each option of a cluster, with its heading."""
     from dask_cml.options.unattended import offered_options
 
-    options = [option for option in offered_options() if option.grouped or not grouped]
+    options = [option for option in offered_options() if option.is_grouped or not grouped]
     return {_option(option, grouped): option.heading for option in options}
 
 
-def _option(option: Option, grouped: bool) -> click.Option:
+def _option(option: Argument, grouped: bool) -> click.Option:
     key, kind, text = option.key, option.kind, option.description.replace("`", "")
     if kind == "array":
         example = "dask cuda worker" if key == "worker-command" else "--option 1"
@@ -88,9 +88,9 @@ def _option(option: Option, grouped: bool) -> click.Option:
         [f"--{key}/--no-{key}" if kind == "boolean" else f"--{key}"],
         default=None,
         help=text,
-        metavar=_METAVARS.get(option.check) or _METAVARS.get(kind),
+        metavar=_METAVARS.get(option.check.__name__) or _METAVARS.get(kind),
         multiple=kind == "object",
-        type=click.Choice(option.enum) if option.enum else None,
+        type=click.Choice(option.choices) if option.choices else None,
     )
 
 

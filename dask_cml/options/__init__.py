@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
-from dask_cml.checks import gibibytes, integer, memory_reserve, message, nearest, positive
+from dask_cml.checks import gibibytes, integer, memory_reserve, message, positive
 from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
-from dask_cml.options.table import MOST_SESSIONS, OPTIONS
+from dask_cml.options.option import Argument
+from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, MOST_SESSIONS, OPTIONS
 
 if TYPE_CHECKING:
     from distributed.security import Security
-
-#: What other cluster managers call the limits of adaptive scaling.
-_MINIMUM = ("minimum_jobs", "minimum_workers", "min_workers", "n_min")
-_MAXIMUM = ("maximum_jobs", "maximum_workers", "max_workers", "n_max")
-_SET = "the cluster sets it"
-_RUNTIME = "a session runs on the runtime of the session that launches it: choose the runtime there"
-_PROJECT = "sessions run in the project of the session that launches them"
-#: Arguments of other cluster managers that a cluster does not need, and why.
-_NEEDLESS = {
-    **dict.fromkeys(("dashboard_address", "host", "interface", "port", "protocol", "scheduler_port"), _SET),
-    **dict.fromkeys(("container", "docker_image", "image", "runtime"), _RUNTIME),
-    **dict.fromkeys(("conda_env", "python", "virtualenv"), _RUNTIME),
-    **dict.fromkeys(("namespace", "project"), _PROJECT),
-    "walltime": "a worker session has no time limit: for the cluster, set idle_timeout; for a worker, pass "
-    "worker_args=['--lifetime', '1 hour']",
-}
 
 #: What a user asks for: a number of sessions, their total memory, and their total number of threads.
 Amounts = tuple[float | None, float | str | None, float | None]
@@ -62,33 +47,33 @@ class SessionSize:
 class Options:
     """A cluster's options, checked. Times are in seconds, memory is in GiB.
 
-    Each option is an argument of ``CMLCluster``, and stands below those that its check needs. The table,
-    ``cml-schema.yaml``, contains everything else about it.
+    They are the arguments of ``CMLCluster``, as the code uses them. :mod:`dask_cml.options.table` contains
+    everything else about them.
     """
 
     n_workers: int
     cpu: float
     memory: float
     nvidia_gpu: int
+    nthreads: int
+    processes: int
+    resources: Mapping[str, float]
     memory_reserve: float
     scratch: float
     worker_command: tuple[str, ...]
-    processes: int
-    nthreads: int
-    resources: Mapping[str, float]
     worker_class: str | None
     worker_args: tuple[str, ...]
     launch_options: Mapping[str, Any]
+    worker_groups: Mapping[str, Mapping[str, Any]]
     scheduler_cpu: float
     scheduler_memory: float
     scheduler_nvidia_gpu: int
     scheduler_args: tuple[str, ...]
     scheduler_launch_options: Mapping[str, Any]
     env: Mapping[str, str]
-    worker_groups: Mapping[str, Mapping[str, Any]]
     log_directory: str | None
-    create_mode: str
     name: str
+    create_mode: str
     security: bool | Security
     pending_timeout: float
     scheduler_timeout: float
@@ -100,7 +85,7 @@ class Options:
     platform: str
 
     def __repr__(self) -> str:
-        names = [option.argument for option in ARGUMENTS if not option.secret]
+        names = [name for name, argument in ARGUMENTS.items() if not argument.is_secret]
         shown = [f"{name}={getattr(self, name)!r}" for name in names]
         return f"Options({', '.join(shown)})"
 
@@ -145,15 +130,15 @@ class Options:
         check_keys()
         given = {name: value for name, value in arguments.items() if value is not None} | dict(recorded or {})
         values: dict[str, Any] = {}
-        for option in ARGUMENTS:
-            name = option.argument
+        for name in _CHECKED:
+            argument = ARGUMENTS[name]
             if name in given:
-                values[name] = option.checked(name, given[name], values)
+                values[name] = argument.checked(name, given[name], values)
             else:
-                values[name] = setting(option.key, values)
-        for option in OPTIONS.values():  # before the keeper needs them
-            if option not in ARGUMENTS:
-                setting(option.key)
+                values[name] = setting(argument.key, values)
+        for key, option in OPTIONS.items():  # before the keeper needs them
+            if not isinstance(option, Argument):
+                setting(key)
         options = cls(**values)
         options.groups()
         return options
@@ -192,15 +177,17 @@ class Options:
             expected = f"one of {', '.join(GROUP_OPTIONS)}"
             raise ValueError(f"invalid option {unknown[0]} of a worker group: expected {expected}")
         values = {**vars(self), "n_workers": 0}
-        for option in ARGUMENTS:
-            if not option.grouped:
+        for name in _CHECKED:
+            argument = ARGUMENTS[name]
+            if not argument.is_grouped:
                 continue
-            name = option.argument
             if given.get(name) is not None:
-                values[name] = option.checked(name, given[name], values)
-            elif any(values[needed] != getattr(self, needed) for needed in option.needs):
-                is_kept = option.default is not None or (name == "memory_reserve" and self._reserves_its_own)
-                values[name] = option.checked(name, values[name] if is_kept else None, values)
+                values[name] = argument.checked(name, given[name], values)
+            elif any(values[needed] != getattr(self, needed) for needed in argument.needs):
+                is_kept = argument.default is not None or (
+                    name == "memory_reserve" and self._reserves_its_own
+                )
+                values[name] = argument.checked(name, values[name] if is_kept else None, values)
         return Options(**{**values, "env": {**self.env, **values["env"]}})
 
     @property
@@ -236,7 +223,7 @@ class Options:
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`read` restores these options, as JSON represents them."""
-        names = [option.argument for option in ARGUMENTS if option.recorded]
+        names = [name for name, argument in ARGUMENTS.items() if argument.is_recorded]
         recorded = {name: getattr(self, name) for name in names}
         return json.loads(json.dumps(recorded))
 
@@ -299,76 +286,7 @@ class Options:
                 yield sessions
 
 
-#: The options that are arguments of CMLCluster, each after those that its check needs.
-ARGUMENTS = [OPTIONS[field.name.replace("_", "-")] for field in fields(Options)]
-#: Their names.
-OPTION_NAMES = tuple(option.argument for option in ARGUMENTS)
-#: The names of the options that a worker group can set.
-GROUP_OPTIONS = tuple(option.argument for option in ARGUMENTS if option.grouped)
-
-
-# -- unknown arguments
-
-
-def unexpected_argument(function: str, name: str, arguments: Sequence[str]) -> str:
-    """Return the message of the TypeError for an unknown argument.
-
-    Parameters
-    ----------
-    function : str
-        The name of the function or class.
-    name : str
-        The unknown argument.
-    arguments : sequence of str
-        The arguments of the function.
-
-    Examples
-    --------
-    >>> unexpected_argument("CMLCluster", "memory_limit", ["cpu", "memory"])
-    "CMLCluster() got an unexpected keyword argument 'memory_limit': expected memory"
-    """
-    elsewhere = {option.argument: option.elsewhere for option in OPTIONS.values()}
-    n = ("n_workers", *elsewhere["n_workers"])
-    elsewhere |= {"n": n, "minimum": _MINIMUM, "maximum": _MAXIMUM}
-    here = [argument for argument in arguments if name in elsewhere.get(argument, ())]
-    if name in _NEEDLESS:
-        here = [f"none, because {_NEEDLESS[name]}"]
-    expected = " or ".join(here) or nearest(name, arguments)
-    return f"{function}() got an unexpected keyword argument {name!r}: expected {expected}"
-
-
-def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: Iterable[str] = ()) -> None:
-    """Refuse keyword arguments that a function or class does not have.
-
-    Parameters
-    ----------
-    function : callable
-        The function or class, which collects unknown arguments.
-    given : iterable of str
-        The arguments that it collected.
-    more : iterable of str
-        Further arguments that it accepts.
-
-    Raises
-    ------
-    TypeError
-        If an argument is unexpected.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-    known = [parameter.name for parameter in named if parameter.name != "self"]
-    known += sorted({*more} - {*known})
-    for name in given:
-        if name not in known:
-            raise TypeError(unexpected_argument(function.__name__, name, known))
-
-
-def arguments_of(cls: type) -> set[str]:
-    """Return the arguments of a class and of its base classes, to which it may pass them on."""
-    found = set()
-    for base in cls.__mro__[:-1]:
-        if "__init__" in vars(base):
-            for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
-                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                    found.add(parameter.name)
-    return found
+#: The names of all arguments in the order of their checks: one that another check needs comes before it.
+_CHECKED = (
+    *TopologicalSorter({name: argument.needs for name, argument in ARGUMENTS.items()}).static_order(),
+)

@@ -11,8 +11,8 @@ from typing import Any
 import dask.config
 
 from dask_cml.checks import NEVER
-from dask_cml.options import OPTION_NAMES
-from dask_cml.options.table import OPTIONS, Option
+from dask_cml.options.option import Argument
+from dask_cml.options.table import ARGUMENTS
 
 #: Default idle time after which an unattended cluster shuts down.
 _IDLE_TIMEOUT = "1 hour"
@@ -35,15 +35,15 @@ def unattended(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **SETTLED}
 
 
-def offered_options() -> list[Option]:
+def offered_options() -> list[Argument]:
     """Return the options that an unattended cluster can be given, with their configured defaults."""
     offered = []
-    for option in OPTIONS.values():
+    for option in ARGUMENTS.values():
         default, text = dask.config.get(f"cml.{option.key}", option.default), option.description
         if option.key == "idle-timeout":
             default = default or _IDLE_TIMEOUT
             text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{NEVER}" is allowed.')
-        if option.argument in OPTION_NAMES and option.unattended:
+        if option.has_flag:
             offered.append(replace(option, default=default, description=text))
     return offered
 
@@ -64,7 +64,7 @@ def typed(texts: Mapping[str, Any]) -> dict[str, Any]:
     """
     arguments: dict[str, Any] = {}
     for name, text in texts.items():
-        kind = OPTIONS[name.replace("_", "-")].kind
+        kind = ARGUMENTS[name].kind
         if kind == "array":
             try:
                 arguments[name] = shlex.split(text)

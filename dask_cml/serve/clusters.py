@@ -14,7 +14,8 @@ from distributed.core import Status
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML, reason_of
 from dask_cml.observers import Observed, Observers
-from dask_cml.options import OPTION_NAMES, setting
+from dask_cml.options import setting
+from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.output import get_logger
 from dask_cml.records import history, operations, store
@@ -32,7 +33,7 @@ logger = get_logger(__name__)
 #: Seconds. If CML refuses a launch within this time, the request fails. After that, the cluster shows why.
 _PATIENCE = 3.0
 #: The arguments of a new cluster.
-_ALLOWED = tuple(name for name in OPTION_NAMES if name not in SETTLED)
+_ALLOWED = tuple(name for name in ARGUMENTS if name not in SETTLED)
 
 
 class ServedCluster(CMLCluster):

@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
-from dask_cml.options.table import Option
+from dask_cml.options.option import Argument
 from dask_cml.options.unattended import offered_options, typed
 from dask_cml.records.history import cost_of
 from dask_cml.records.usage import SessionHours
@@ -103,7 +103,7 @@ class NewCluster(ApiHandler):
         await self.create(form_arguments({name: str(text) for name, text in self.body().items()}))
 
 
-def form_sections() -> dict[str, list[Option]]:
+def form_sections() -> dict[str, list[Argument]]:
     """Return the options by heading. The usual options come first, below ``""``."""
     options = {option.key: option for option in offered_options()}
     sections = {"": [options.pop(key) for key in _USUAL]}
@@ -125,7 +125,7 @@ def form_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     ValueError
         If a text is invalid. The message omits texts that may be secrets. CMLCluster checks the values.
     """
-    known = {option.argument: option for option in offered_options()}
+    known = {option.name: option for option in offered_options()}
     if unknown := sorted(texts.keys() - known.keys()):
         raise ValueError(f"invalid option {unknown[0]!r}: expected one of {', '.join(known)}")
     given: dict[str, Any] = {}

@@ -3,15 +3,13 @@
 import json
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-import dask_cml
-from dask_cml.options import OPTION_NAMES
-from dask_cml.options.table import OPTIONS, Option
+from dask_cml.options import table
+from dask_cml.options.option import Argument, Option
 
 #: The types of options, by their checks or JSON types.
 _TYPES = {
@@ -34,13 +32,13 @@ class Options(SphinxDirective):
     """Insert all options."""
 
     def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(Path(dask_cml.__file__).with_name("cml-schema.yaml")))
+        self.env.note_dependency(str(table.__file__))
         return self.parse_text_to_nodes("\n".join(lines()), allow_section_headings=True)
 
 
 def lines() -> Iterator[str]:
     """Yield the lines of a heading for each group of options, and of a directive for each option."""
-    for heading, options in groupby(OPTIONS.values(), key=lambda option: option.heading):
+    for heading, options in groupby(table.OPTIONS.values(), key=lambda option: option.heading):
         yield from (f"### {heading}", "")
         for option in options:
             yield from described(option)
@@ -53,16 +51,16 @@ def described(option: Option) -> Iterator[str]:
     if option.default not in (None, [], {}):
         yield f":default: `{json.dumps(option.default)}`"
     yield ""
-    configuration_only = "" if option.argument in OPTION_NAMES else " *Configuration only.*"
+    configuration_only = "" if isinstance(option, Argument) else " *Configuration only.*"
     yield f"{option.description}{configuration_only}"
     yield from ("```", "")
 
 
 def type_name(option: Option) -> str:
     """Return what an option may be, in words."""
-    if option.enum:
-        return " or ".join(f"`{json.dumps(value)}`" for value in option.enum)
-    return _TYPES.get(option.check) or _TYPES[option.kind]
+    if option.choices:
+        return " or ".join(f"`{json.dumps(value)}`" for value in option.choices)
+    return _TYPES.get(option.check.__name__) or _TYPES[option.kind]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

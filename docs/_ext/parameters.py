@@ -5,13 +5,13 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from dask_cml.options.table import OPTIONS
+from dask_cml.options.table import ARGUMENTS
 
 _CLASS = "dask_cml.CMLCluster"
 #: Classes whose attributes belong to the keeper.
 _PARTS = ("dask_cml.CMLScheduler", "dask_cml.CMLWorker")
 _OTHERS = "This object"
-_HEADINGS = {option.argument: option.heading for option in OPTIONS.values()}
+_HEADINGS = {name: argument.heading for name, argument in ARGUMENTS.items()}
 
 
 def group_parameters(

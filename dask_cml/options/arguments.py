@@ -1,0 +1,132 @@
+"""The arguments in a call: the options among them, and those that a function does not have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from dask_cml.checks import nearest
+from dask_cml.options.table import ARGUMENTS
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+#: What other cluster managers call the limits of adaptive scaling.
+_MINIMUM = ("minimum_jobs", "minimum_workers", "min_workers", "n_min")
+_MAXIMUM = ("maximum_jobs", "maximum_workers", "max_workers", "n_max")
+_SET = "the cluster sets it"
+_RUNTIME = "a session runs on the runtime of the session that launches it: choose the runtime there"
+_PROJECT = "sessions run in the project of the session that launches them"
+#: Arguments of other cluster managers that a cluster does not need, and why.
+_NEEDLESS = {
+    **dict.fromkeys(("dashboard_address", "host", "interface", "port", "protocol", "scheduler_port"), _SET),
+    **dict.fromkeys(("container", "docker_image", "image", "runtime"), _RUNTIME),
+    **dict.fromkeys(("conda_env", "python", "virtualenv"), _RUNTIME),
+    **dict.fromkeys(("namespace", "project"), _PROJECT),
+    "walltime": "a worker session has no time limit: for the cluster, set idle_timeout; for a worker, pass "
+    "worker_args=['--lifetime', '1 hour']",
+}
+
+
+def takes_options(names: Collection[str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a method name its options in its signature alone: it collects them as its argument `given`.
+
+    That is a mapping of the options in a call. Arguments that the method does not have are refused.
+
+    Parameters
+    ----------
+    names : collection of str
+        The names of the options.
+
+    Examples
+    --------
+    >>> @takes_options(["cpu", "memory"])
+    ... def launch(name, cpu=None, memory=None, **kwargs):
+    ...     return kwargs["given"]
+    >>> launch("lab", memory=2)
+    {'memory': 2}
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            refuse_unexpected(function, kwargs)
+            try:
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                return function(*args, **kwargs)  # which raises the error, with the name of the function
+            kwargs["given"] = {name: value for name, value in arguments.items() if name in names}
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def unexpected_argument(function: str, name: str, arguments: Sequence[str]) -> str:
+    """Return the message of the TypeError for an unknown argument.
+
+    Parameters
+    ----------
+    function : str
+        The name of the function or class.
+    name : str
+        The unknown argument.
+    arguments : sequence of str
+        The arguments of the function.
+
+    Examples
+    --------
+    >>> unexpected_argument("CMLCluster", "memory_limit", ["cpu", "memory"])
+    "CMLCluster() got an unexpected keyword argument 'memory_limit': expected memory"
+    """
+    elsewhere = {argument.name: argument.elsewhere for argument in ARGUMENTS.values()}
+    n = ("n_workers", *elsewhere["n_workers"])
+    elsewhere |= {"n": n, "minimum": _MINIMUM, "maximum": _MAXIMUM}
+    here = [argument for argument in arguments if name in elsewhere.get(argument, ())]
+    if name in _NEEDLESS:
+        here = [f"none, because {_NEEDLESS[name]}"]
+    expected = " or ".join(here) or nearest(name, arguments)
+    return f"{function}() got an unexpected keyword argument {name!r}: expected {expected}"
+
+
+def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: Iterable[str] = ()) -> None:
+    """Refuse keyword arguments that a function or class does not have.
+
+    Parameters
+    ----------
+    function : callable
+        The function or class, which collects unknown arguments.
+    given : iterable of str
+        The arguments that it collected.
+    more : iterable of str
+        Further arguments that it accepts.
+
+    Raises
+    ------
+    TypeError
+        If an argument is unexpected.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    known = [parameter.name for parameter in named if parameter.name != "self"]
+    known += sorted({*more} - {*known})
+    for name in given:
+        if name not in known:
+            called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+            raise TypeError(unexpected_argument(called, name, known))
+
+
+def arguments_of(cls: type) -> set[str]:
+    """Return the arguments of a class and of its base classes, to which it may pass them on."""
+    found = set()
+    for base in cls.__mro__[:-1]:
+        if "__init__" in vars(base):
+            for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    found.add(parameter.name)
+    return found
