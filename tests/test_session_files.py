@@ -11,11 +11,21 @@ import pytest
 from clusters import LAUNCHED, WANTED, arrived, end, launch, new_record, simulate
 from simulated.testing import eventually, simulated
 
-from dask_cml.layout import SESSIONS_FOLDER
+from dask_cml.errors import NoSuchCluster
+from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
 from dask_cml.options import SessionSize
-from dask_cml.records.store import claim, read, remove, write_sessions
+from dask_cml.records.store import (
+    RecordUnreadable,
+    claim,
+    given_names,
+    has_ended,
+    pack_ended,
+    read,
+    remove,
+    write_sessions,
+)
 from dask_cml.sessions import entry
-from dask_cml.sessions.entry import Launch, file_name, form, parse
+from dask_cml.sessions.entry import Launch, fact, file_name, form, parse
 
 
 def names_in(folder):
@@ -162,7 +172,8 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
         count(name, getattr(os, name))
     assert len(read("a").sessions) == 1000
     monkeypatch.undo()
-    assert calls.count("listdir") + calls.count("scandir") == 2  # the cluster's folder and the sessions'
+    # The cluster's folder, the sessions' and the packs'.
+    assert calls.count("listdir") + calls.count("scandir") == 3
     assert len(calls) < 25
     assert len(os.listdir(folder / SESSIONS_FOLDER)) == 1000
 
@@ -234,7 +245,8 @@ def test_a_folder_that_does_not_change_is_listed_once(state, counted, clock):
     for _ in range(5):
         read("a")
         clock.now += 10.0
-    assert counted["listed"] == 2  # once more when the folder's time cannot come again
+    # The sessions and the packs, once more when the folder's time cannot come again.
+    assert counted["listed"] == 4
     launch(record, "session-2")
     assert len(read("a").sessions) == 2
 
@@ -264,6 +276,159 @@ def test_another_cluster_of_the_same_name_has_its_own_sessions(state):
     claim(second, WANTED)
     launch(second, "session-3")
     assert (read("a").sessions, read("a").ended) == ({"session-3": "a-0"}, {})
+
+
+# -- packs of ended sessions
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Packs of a few names."""
+    monkeypatch.setattr(entry, "_LEAST", 4)
+    monkeypatch.setattr(entry, "_MOST", 6)
+
+
+@pytest.fixture
+def many(state, small):
+    """A cluster of which some sessions have ended, and the record that a reader knows."""
+    record = new_record("a")
+    claim(record, WANTED)
+    launch(record, *(f"session-{i}" for i in range(10)), waiting=["session-1"])
+    for i in range(8):
+        end(record, f"session-{i}", at=LAUNCHED + i)
+    return read("a")
+
+
+def known_anew(name="a"):
+    """Return a record as a process reads it that has read nothing before."""
+    entry._listings.clear()
+    return read(name)
+
+
+def pack_all(record):
+    while True:
+        before = names_in(record.folder / SESSIONS_FOLDER)
+        pack_ended(record)
+        if names_in(record.folder / SESSIONS_FOLDER) == before:
+            return
+
+
+def test_the_folder_of_sessions_keeps_only_those_that_run(many):
+    pack_all(many)
+    left = names_in(many.folder / SESSIONS_FOLDER)
+    assert len([name for name in left if not name.startswith(("session-8", "session-9"))]) < 4
+    assert len(names_in(many.folder / ENDED_FOLDER)) == 3
+    for again in read("a"), known_anew():
+        assert (again.launches, again.ended) == (many.launches, many.ended)
+    assert {path.stat().st_mode & 0o777 for path in (many.folder / ENDED_FOLDER).iterdir()} == {0o600}
+
+
+def test_few_ended_sessions_are_not_packed(state):
+    record = new_record("a")
+    claim(record, WANTED)
+    launch(record, *(f"session-{i}" for i in range(100)))
+    end(record, *(f"session-{i}" for i in range(99)))
+    pack_ended(record)
+    assert names_in(record.folder / ENDED_FOLDER) == []
+    assert len(names_in(record.folder / SESSIONS_FOLDER)) == 199
+
+
+def test_a_reader_of_packs_reads_each_once(many, monkeypatch):
+    pack_all(many)
+    read("a")
+    monkeypatch.setattr(entry, "read_file", None)
+    launch(many, "session-new")
+    assert "session-new" in read("a").launches
+
+
+def test_a_session_that_is_written_again_after_its_files_were_packed_stays_ended(many):
+    pack_all(many)
+    launch(many, "session-0", key="a-other", waiting=["session-0"])  # a late answer of the platform
+    end(many, "session-0", at=LAUNCHED + 99)
+    for again in read("a"), known_anew():
+        assert again.launches == many.launches
+        assert again.ended.keys() == many.ended.keys()
+        assert again.ended["session-0"].ended == LAUNCHED
+    end(many, "session-9")
+    pack_all(many)
+    assert known_anew().ended.keys() == many.ended.keys() | {"session-9"}
+
+
+def test_a_fact_about_a_packed_session_is_written(many):
+    pack_all(many)
+    entry._listings.clear()
+    write_sessions(many, [], [fact("session-7", "ended", LAUNCHED + 1, "killed")])
+    for again in read("a"), known_anew():
+        over = again.ended["session-7"]
+        assert over == replace(many.ended["session-7"], ended=LAUNCHED + 1, cause="killed")
+
+
+def test_a_name_whose_session_was_packed_is_not_given_again(many):
+    before = given_names(many)
+    pack_all(many)
+    assert given_names(known_anew()) == before
+
+
+def test_other_files_of_an_ended_session_stay_where_they_are(many, caplog):
+    stray = many.folder / SESSIONS_FOLDER / "session-0,two\nlines"
+    stray.touch()
+    pack_all(many)
+    assert stray.exists()
+    assert known_anew().ended == many.ended
+
+
+def test_whoever_removes_a_cluster_with_packs_gets_its_running_sessions(many):
+    pack_all(many)
+    launch(many, "session-0")  # which has ended
+    assert remove(many) == {"session-8": "a-0", "session-9": "a-0"}
+
+
+def test_another_cluster_of_the_same_name_has_not_the_packs_of_the_first(many):
+    pack_all(many)
+    read("a")
+    remove(many)
+    second = new_record("a")
+    claim(second, WANTED)
+    launch(second, "session-x")
+    assert (read("a").sessions, read("a").ended) == ({"session-x": "a-0"}, {})
+    with pytest.raises(NoSuchCluster):
+        pack_ended(many)
+
+
+def test_a_cluster_of_an_earlier_release_has_no_packs(many):
+    (many.folder / ENDED_FOLDER).rmdir()
+    assert known_anew().ended == many.ended
+    assert {*remove(many)} == {"session-8", "session-9"}
+
+
+@pytest.mark.parametrize("damage", ["link", "open to others", "a pack that is not text", "folder"])
+def test_packs_that_cannot_be_trusted_make_the_record_unreadable_and_end_no_cluster(many, damage, tmp_path):
+    pack_all(many)
+    packs = many.folder / ENDED_FOLDER
+    if damage == "link":
+        packs.rename(tmp_path / "elsewhere")
+        packs.symlink_to(tmp_path / "elsewhere")
+    elif damage == "open to others":
+        packs.chmod(0o777)
+    elif damage == "folder":
+        (packs / "new").mkdir()
+    else:
+        (packs / "new").write_bytes(b"\xff\n")
+        (packs / "new").chmod(0o600)
+    entry._listings.clear()
+    with pytest.raises(RecordUnreadable):
+        read("a")
+    assert not has_ended(many)
+
+
+@simulated
+async def test_the_keeper_packs_the_files_of_ended_sessions(it, small):
+    async with simulate(name="a", n_workers=3) as cluster:
+        await eventually(lambda: arrived(cluster) == 3)
+        cluster.scale(0)
+        await eventually(lambda: len(names_in(cluster.place.folder / ENDED_FOLDER)) == 1)
+        assert len(read("a").ended) == 3
+        assert (await cluster.usage())["default"].sessions == 3
 
 
 @simulated

@@ -8,9 +8,14 @@ may be long. Ambiguous characters in a key are percent-encoded.
 What is known later are files of their own: ``<id>,waits``, ``<id>,began,<time>`` and
 ``<id>,ended,<time>,<cause>``.
 
-Each operation creates one file, and none is ever changed, moved or removed. So all processes of a cluster
-write at once without a lock, and a reader that lists the folder once misses no session, even if a writer
-dies. A process that reads again parses only new names, because a cluster may have tens of thousands.
+Each operation creates one file, and none is ever changed. So all processes of a cluster write at once
+without a lock, and a reader that lists the folder once misses no session, even if a writer dies. A process
+that reads again parses only new names, because a cluster may have tens of thousands.
+
+The keeper packs the files of ended sessions: it writes their names into one new file in another folder, and
+then removes them. A reader lists the files first, and then the packs, so it finds every name at least once,
+and a name counts once. So several processes may pack at once, may die between, and a late writer may create
+a packed file again.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -26,10 +32,10 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from dask_cml.checks import is_session_id
-from dask_cml.layout import SESSIONS_FOLDER
+from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
 from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, read_name
 from dask_cml.options import SessionSize, exact
-from dask_cml.private_files import check_folder, report_ignored
+from dask_cml.private_files import check_folder, read_file, report_ignored, write_file
 
 _TIME = "[1-9][0-9]{0,11}"
 _NUMBER = "[0-9.e+-]+"
@@ -39,6 +45,8 @@ _FACT = re.compile(rf"[^,]+,(?:waits|began,({_TIME})|ended,({_TIME}),([a-z-]*))"
 _CLUSTER = "@"
 #: Seconds of real time after which a folder that changes has another time, whatever its file system.
 _RESOLUTION = 2.0
+#: Names in a pack at least, so that packs are few, and at most. The keeper waits for a pack.
+_LEAST, _MOST = 1000, 2000
 
 
 @dataclass(frozen=True)
@@ -189,16 +197,20 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class _Listing:
-    """A folder of sessions' files as it was read last.
+    """The files of a cluster's sessions as they were read last.
 
     Parameters
     ----------
     stamp : tuple
-        The folder's identity and time.
+        The identity and time of their folder.
     since, at : float
         The real times when this stamp was seen first, and when the folder was listed last.
     names : set of str
-        The names of its files.
+        The names of the files in the folder.
+    packs : set of str
+        The names of the packs.
+    packed : set of str
+        The names in the packs.
     by_session : mapping of str to tuple of str
         The names of its files by their sessions.
     entries : Entries
@@ -209,6 +221,8 @@ class _Listing:
     since: float = 0.0
     at: float = 0.0
     names: Set[str] = frozenset()
+    packs: Set[str] = frozenset()
+    packed: Set[str] = frozenset()
     by_session: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     entries: Entries = field(default_factory=lambda: Entries({}, {}))
 
@@ -234,11 +248,14 @@ def read_entries(folder: Path, cluster: str) -> Entries:
     ValueError
         If the folder is elsewhere.
     """
-    sessions_folder = folder / SESSIONS_FOLDER
-    if sessions_folder.is_symlink():
-        raise ValueError(f"{SESSIONS_FOLDER} in its folder is a symbolic link")
-    check_folder(sessions_folder)
-    key = sessions_folder, cluster
+    return _look(folder, cluster).entries
+
+
+def _look(folder: Path, cluster: str) -> _Listing:
+    """Return the files of a cluster's sessions as they are now."""
+    sessions_folder, packs_folder = folder / SESSIONS_FOLDER, folder / ENDED_FOLDER
+    _check(sessions_folder)
+    key = folder, cluster
     known = _listings.get(key)
     if known is None:
         known = _Listing()
@@ -249,16 +266,42 @@ def read_entries(folder: Path, cluster: str) -> Entries:
     is_unchanged = stamp == known.stamp
     # Two changes may have one time. So it must have been listed when a change would have had another time.
     if is_unchanged and known.at - known.since >= _RESOLUTION:
-        return known.entries
-    names = {*os.listdir(sessions_folder)}
-    since = known.since if is_unchanged else now
-    if not known.names <= names:  # another cluster had this path
-        known = _Listing()
+        return known
     # NFS uses a name with a dot for a file that was removed while it was open.
-    new = {name for name in names - known.names if not name.startswith(".")}
-    known = replace(known, stamp=stamp, since=since, at=now)
-    _listings[key] = known = _with_new(known, new, sessions_folder, cluster) if new else known
-    return known.entries
+    names = {name for name in os.listdir(sessions_folder) if not name.startswith(".")}
+    # Only now: a file is removed after its name is in a pack. A new pack without a new file changes nothing.
+    packs = _list_packs(folder)
+    in_new = {name for pack in packs - known.packs for name in _read_pack(packs_folder / pack)}
+    packed = known.packed | in_new if in_new else known.packed
+    if not (known.packs <= packs and known.names - names <= packed):  # another cluster had this path
+        _listings.pop(key, None)
+        return _look(folder, cluster)
+    since = known.since if is_unchanged else now
+    new = (names | in_new) - known.names - known.packed
+    looked = replace(known, stamp=stamp, since=since, at=now, names=names, packs=packs, packed=packed)
+    _listings[key] = looked = _with_new(looked, new, sessions_folder, cluster) if new else looked
+    return looked
+
+
+def _check(folder: Path) -> None:
+    if folder.is_symlink():
+        raise ValueError(f"{folder.name} in its folder is a symbolic link")
+    check_folder(folder)
+
+
+def _list_packs(folder: Path) -> set[str]:
+    """Return the names of the packs in a cluster's folder. Clusters of earlier releases have none."""
+    try:
+        _check(folder / ENDED_FOLDER)
+        return {name for name in os.listdir(folder / ENDED_FOLDER) if not name.startswith(".")}
+    except FileNotFoundError:
+        if ENDED_FOLDER in os.listdir(folder):
+            raise
+        return set()
+
+
+def _read_pack(pack: Path) -> list[str]:
+    return read_file(pack).decode("ascii").splitlines()
 
 
 def _stamp(folder: Path) -> tuple[int, ...]:
@@ -272,7 +315,7 @@ def _stamp(folder: Path) -> tuple[int, ...]:
 
 
 def _with_new(known: _Listing, new: Set[str], folder: Path, cluster: str) -> _Listing:
-    """Return a listing with new names."""
+    """Return a listing with the sessions that new names describe."""
     by_session = {**known.by_session}
     for name in new:
         session = _session_of(name)
@@ -285,7 +328,7 @@ def _with_new(known: _Listing, new: Set[str], folder: Path, cluster: str) -> _Li
         {launch.id: launch for launch in sorted(live.values(), key=_order) if launch.ended is None},
         {**known.entries.ended, **ended} if ended else known.entries.ended,
     )
-    return replace(known, names=known.names | new, by_session=by_session, entries=entries)
+    return replace(known, by_session=by_session, entries=entries)
 
 
 def _session_of(name: str) -> str:
@@ -346,3 +389,34 @@ def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Pa
     for name in names:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def pack_entries(folder: Path) -> None:
+    """Move the files of ended sessions into a pack, if they are many.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder, which has the cluster's name.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the folder was removed.
+    """
+    listing = _look(folder, folder.name)
+    ended = [
+        name
+        for name in listing.names
+        # Other names of files are left where they are.
+        if _session_of(name) in listing.entries.ended and name.isascii() and name.isprintable()
+    ]
+    if len(ended) < _LEAST:
+        return
+    ended = sorted(ended)[:_MOST]
+    # A process that died may have removed only some files of its pack.
+    if new := [name for name in ended if name not in listing.packed]:
+        write_file(folder / ENDED_FOLDER / secrets.token_hex(8), "\n".join(new).encode("ascii"))
+    for name in ended:
+        with contextlib.suppress(FileNotFoundError):  # another process packs, too
+            os.unlink(folder / SESSIONS_FOLDER / name)
