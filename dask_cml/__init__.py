@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import dask.config
-
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster as CMLCluster
     from dask_cml.cluster import WorkerGroup as WorkerGroup
@@ -40,11 +38,6 @@ _OFFERED = {
 }
 _HOMES = {name: module for module, names in _OFFERED.items() for name in names.split()}
 __all__ = [*_HOMES]
-
-# Clients find a cluster's keys by its plain address. One of Dask's defaults would not last: the default of
-# distributed, which may be imported later, would replace it.
-if dask.config.get("distributed.client.security-loader", None) is None:
-    dask.config.set({"distributed.client.security-loader": "dask_cml.address.load_security"})
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from distributed.comm.core import Comm, Connector, FatalCommClosedError
 from distributed.comm.registry import Backend, get_backend
 from distributed.security import Security
 
-from dask_cml import errors
+from dask_cml import compat, errors
 from dask_cml.handshake import LimitedConnector
 from dask_cml.options import state_directory
 from dask_cml.output import Logger
@@ -118,6 +118,7 @@ class CMLConnector(Connector):
                 raise
             end = await _in_thread(why_ended, _records[address]) or str(error)
             _log_end(unquote(address), end, clients)
+            # The task of Client._handle_report (client.py:1735) is the one that connects again.
             reconnects = any(client._handle_report_task is asyncio.current_task() for client in clients)
             if reconnects or _CONNECTS_IN_A_TASK:
                 raise ClusterEnded(str(error)) from error
@@ -193,8 +194,7 @@ def _prepare_clients(address: str, security: Security | None, connection_args: d
             return
         for client in _clients(address):
             if security is not None and not client.connection_args.get("ssl_context"):
-                client.security, client.connection_args = security, connection_args
-                client.rpc.connection_args = connection_args
+                compat.give_keys(client, security, connection_args)
             _connected.add(client)
             if client.id not in prepared and client.status == "running":
                 prepared.add(client.id)
@@ -234,6 +234,7 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
     Client._reconnect (client.py:1529) has the time limit of the client, which is also that of scatter(),
     close() and restart().
     """
+    # Client._handle_report_task (client.py:1508) is there after the first connection.
     has_begun, address = client._handle_report_task is not None, str(getattr(client.scheduler, "address", ""))
     if not (has_begun and address.startswith(f"{SCHEME}://")):
         await _dask_ensure_connected(client, timeout)
@@ -243,7 +244,7 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
     while client.status == "connecting":  # it may be closed meanwhile
         time_left = deadline - time.monotonic()
         if time_left <= 0:
-            client._timeout = patience  # Dask's message has it as the time of the wait
+            compat.name_time_limit(client, patience)
             raise OSError(f"no other scheduler at {address} within {patience:g} s")
         try:
             await _dask_ensure_connected(client, time_left)
@@ -252,14 +253,13 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
             await asyncio.sleep(_RETRY)
 
 
-_dask_ensure_connected: Any = Client._ensure_connected
-Client._ensure_connected = _ensure_connected  # type: ignore[method-assign]
+_dask_ensure_connected = compat.connect_clients_by(_ensure_connected)
 
 
 def _clients(address: str) -> list[Client]:
     """Return the clients of this process whose scheduler has this address."""
     url = f"{SCHEME}://{address}"
-    clients = [*Client._instances]
+    clients = [*Client._instances]  # client.py:1067
     return [client for client in clients if getattr(client.scheduler, "address", None) == url]
 
 
@@ -295,7 +295,10 @@ async def _running(name: str) -> Record:
 
 
 class CMLBackend(Backend):
-    """The comm backend for addresses ``cml://<name>``."""
+    """The comm backend for addresses ``cml://<name>``. Dask creates it at the first such address."""
+
+    def __init__(self) -> None:
+        compat.find_keys_by_address()
 
     def get_connector(self) -> CMLConnector:
         """Return a new connector."""
@@ -330,10 +333,7 @@ def _dashboard_link(client: Client) -> str | None:
     return link
 
 
-# Client.dashboard_link (client.py:1316) takes the host from the address, and the port from the scheduler's
-# session. For an address without a host, both are wrong.
-_dask_link: Any = vars(Client)["dashboard_link"].fget
-setattr(Client, "dashboard_link", property(_dashboard_link, doc=_dask_link.__doc__))  # noqa: B010
+_dask_link = compat.link_dashboards_by(_dashboard_link)
 
 
 def load_security(info: dict[str, Any]) -> Security | None:

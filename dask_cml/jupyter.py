@@ -19,6 +19,7 @@ from jupyter_server.extension.application import ExtensionApp
 from tornado.ioloop import IOLoop
 from traitlets import Float
 
+from dask_cml import compat
 from dask_cml.cluster import CMLCluster
 from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.errors import CMLError
@@ -81,8 +82,7 @@ def find_manager(settings: Mapping[str, Any]) -> Any:
     # clusters of `labextension.initial`, even if the extension is disabled.
     module = sys.modules.get("dask_labextension.manager")
     manager = settings.get("dask_cluster_manager", getattr(module, "manager", None))
-    parts = [getattr(manager, name, None) for name in ("_clusters", "_cluster_names", "_adaptives")]
-    return manager if all(isinstance(part, dict) for part in parts) else None
+    return None if compat.sidebar_lists(manager) is None else manager
 
 
 def make_cml_clusters() -> None:
@@ -137,7 +137,9 @@ class Sidebar(Observers):
 
     def __init__(self, manager: Any, interval: float = 2.0) -> None:
         super().__init__(interval)
-        self._manager = manager
+        lists = compat.sidebar_lists(manager)
+        assert lists is not None
+        self._listed, self._names, self._adaptives = lists
         #: The clusters that were closed at the last poll. They stay listed until the next poll, because the
         #: sidebar removes them itself after SHUTDOWN.
         self._closed: set[str] = set()
@@ -151,8 +153,8 @@ class Sidebar(Observers):
     def joined(self, observed: Observed) -> None:
         """Add a cluster to the list."""
         id = _sidebar_id(observed.record)
-        self._manager._clusters[id] = observed.cluster
-        self._manager._cluster_names[id] = observed.record.name
+        self._listed[id] = observed.cluster
+        self._names[id] = observed.record.name
 
     async def close(self) -> None:
         """Stop observing. Clusters that the sidebar created stay listed, so that the server ends them."""
@@ -162,22 +164,20 @@ class Sidebar(Observers):
 
     async def polled(self) -> None:
         """Remove closed clusters, and adaptive scaling that has stopped because another process scales."""
-        listed, adaptives = self._manager._clusters, self._manager._adaptives
-        clusters = {id: cluster for id, cluster in listed.items() if isinstance(cluster, CMLCluster)}
+        clusters = {id: cluster for id, cluster in self._listed.items() if isinstance(cluster, CMLCluster)}
         closed = {id for id, cluster in clusters.items() if cluster.status == Status.closed}
         for id in self._closed & closed:
             self._drop(id)
         self._closed = closed
-        for id, adaptive in [*adaptives.items()]:
+        for id, adaptive in [*self._adaptives.items()]:
             if id in clusters and isinstance(adaptive, CMLAdaptive):
                 with contextlib.suppress(CMLError):
                     await clusters[id].sharing.written()
                 if clusters[id].view.limits() is None:
-                    adaptives.pop(id, None)
+                    self._adaptives.pop(id, None)
 
     def _drop(self, id: str) -> None:
-        manager = self._manager
-        for listing in (manager._clusters, manager._cluster_names, manager._adaptives):
+        for listing in (self._listed, self._names, self._adaptives):
             listing.pop(id, None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -20,9 +19,8 @@ from clusters import write_record, write_scheduler
 from distributed import Client, Scheduler
 from distributed.core import rpc
 
-import dask_cml
 from dask_cml import CMLCluster, CMLError, NoSuchCluster, address
-from dask_cml.address import CMLConnector, load_security
+from dask_cml.address import CMLBackend, CMLConnector, load_security
 from dask_cml.layout import scheduler_file
 from dask_cml.local import processes as local_processes
 from dask_cml.options import state_directory
@@ -97,12 +95,11 @@ EXPECTED = {
 #: Of another user, so to say: what it finds in its home folder is nothing.
 OTHER = """
 import sys
-from datetime import datetime, timezone
 import dask_cml
 import dask.config
 from dask.distributed import Client
 
-assert dask.config.get("distributed.client.security-loader") == "dask_cml.address.load_security"
+assert not dask.config.get("distributed.client.security-loader", None)
 for address in sys.argv[1:]:
     try:
         Client(address, timeout=600)
@@ -205,9 +202,37 @@ def test_each_representation_shows_the_address(cluster):
     assert ADDRESS in cluster._repr_html_()
 
 
-async def test_after_our_import_a_client_connects_by_the_plain_address(cluster):
+async def test_where_a_cluster_is_used_a_client_connects_by_the_plain_address(cluster):
     async with Client(cluster.scheduler.address, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
+
+
+def test_a_task_connects_by_the_plain_address(cluster):
+    def in_a_task(address):
+        with Client(address, set_as_default=False) as client:
+            return client.submit(sum, [1, 2]).result()
+
+    with Client(cluster, set_as_default=False) as client:
+        client.wait_for_workers(2, timeout=60)
+        assert client.submit(in_a_task, cluster.scheduler.address).result(60) == 3
+
+
+PLAIN = """
+import sys
+from dask.distributed import Client
+
+if sys.argv[2:]:
+    Client(sys.argv[2]).close()
+with Client(sys.argv[1]) as client:
+    print(client.submit(sum, [1, 2]).result())
+"""
+
+
+@pytest.mark.parametrize("how", ["after its name", "by the configuration"])
+def test_a_process_without_our_import_connects_by_the_plain_address(cluster, tmp_path, how):
+    name, loader = ([ADDRESS], None) if how == "after its name" else ([], "dask_cml.address.load_security")
+    variables = {"DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER": loader}
+    assert run(PLAIN, cluster.scheduler.address, *name, folder=tmp_path, **variables) == "3\n"
 
 
 DIRECT = f"""
@@ -248,8 +273,22 @@ def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
 )
 def test_the_users_own_loader_stays(configured, left):
     with dask.config.set({LOADER: configured}):
-        importlib.reload(dask_cml)
+        CMLBackend()
         assert dask.config.get(LOADER) == left
+
+
+IMPORT = """
+import copy
+from dask.config import config
+
+before = copy.deepcopy(config)
+import dask_cml
+print(config == before)
+"""
+
+
+def test_importing_it_changes_no_configuration(tmp_path):
+    assert run(IMPORT, folder=tmp_path) == "True\n"
 
 
 async def test_without_keys_and_without_a_sign_of_life_no_address_is_contacted(platform):

@@ -375,14 +375,14 @@ def left_over(name):
 async def test_name_that_the_user_gave_in_the_sidebar_stays(it):
     async with listing() as sidebar:
         await left_over("old")
-        names = sidebar._manager._cluster_names
+        names = sidebar._names
         await eventually(lambda: names)
         [cluster_id] = names
         names[cluster_id] = "new"
         await left_over("another")
         await eventually(lambda: len(names) == 2)
         assert names[cluster_id] == "new"
-        await asyncio.gather(*[cluster.close() for cluster in sidebar._manager._clusters.values()])
+        await asyncio.gather(*[cluster.close() for cluster in sidebar._listed.values()])
         await eventually(lambda: not names)
 
 
@@ -390,14 +390,14 @@ async def test_name_that_the_user_gave_in_the_sidebar_stays(it):
 async def test_id_is_the_same_for_another_server(it):
     async with listing() as sidebar:
         await left_over("c")
-        await eventually(lambda: sidebar._manager._clusters)
+        await eventually(lambda: sidebar._listed)
         await sidebar.close()
         other = Sidebar(Manager(), interval=0.05)
-        assert sidebar._manager._clusters == {}
+        assert sidebar._listed == {}
         other.start()
         try:
-            await eventually(lambda: other._manager._clusters)
-            [(cluster_id, cluster)] = other._manager._clusters.items()
+            await eventually(lambda: other._listed)
+            [(cluster_id, cluster)] = other._listed.items()
             assert cluster_id == str(uuid.uuid5(jupyter._IDS, store.read("c").id))
             await cluster.close()
         finally:
@@ -407,14 +407,13 @@ async def test_id_is_the_same_for_another_server(it):
 @simulated
 async def test_closed_clusters_disappear_from_the_list(it):
     async with listing() as sidebar:
-        manager = sidebar._manager
         cluster = await simulate()
-        manager._clusters["a"], manager._cluster_names["a"], manager._adaptives["a"] = cluster, "A", None
-        manager._clusters["b"], manager._cluster_names["b"] = object(), "of another kind"
+        sidebar._listed["a"], sidebar._names["a"], sidebar._adaptives["a"] = cluster, "A", None
+        sidebar._listed["b"], sidebar._names["b"] = object(), "of another kind"
         await cluster.close()
-        await eventually(lambda: "a" not in manager._clusters)
-        assert manager._cluster_names == {"b": "of another kind"}
-        assert manager._adaptives == {}
+        await eventually(lambda: "a" not in sidebar._listed)
+        assert sidebar._names == {"b": "of another kind"}
+        assert sidebar._adaptives == {}
 
 
 @simulated
@@ -422,19 +421,18 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
     creator = await create_elsewhere(it, name="c", security=True)
     [cluster] = creator.clusters
     async with listing() as sidebar:
-        manager = sidebar._manager
-        await eventually(lambda: manager._clusters)
-        [(cluster_id, listed)] = manager._clusters.items()
+        await eventually(lambda: sidebar._listed)
+        [(cluster_id, listed)] = sidebar._listed.items()
         listed.scale(2)
         await eventually(lambda: listed.worker_groups["default"].n_arrived == 2)
-        manager._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
-        manager._adaptives["another"] = kept = object()
+        sidebar._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
+        sidebar._adaptives["another"] = kept = object()
         await eventually(lambda: listed.worker_groups["default"].n_workers == 0)
         assert cluster.view.limits() == listed.view.limits()
-        assert cluster_id in manager._adaptives
+        assert cluster_id in sidebar._adaptives
         creator.call(cluster.scale, 1)  # which stops the adaptive scaling
-        await eventually(lambda: cluster_id not in manager._adaptives)
-        assert manager._adaptives == {"another": kept}
+        await eventually(lambda: cluster_id not in sidebar._adaptives)
+        assert sidebar._adaptives == {"another": kept}
         words = "invalid n=3: expected at most 2, because cml"
         with dask.config.set({"cml.limits.sessions": 3}), pytest.raises(ValueError, match=words):
             listed.scale(3)  # as dask-labextension does, which shows the error
@@ -446,8 +444,8 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
 async def test_the_sidebar_scales_a_cluster_that_nobody_keeps(it):
     async with listing() as sidebar:
         await left_over("c")
-        await eventually(lambda: sidebar._manager._clusters)
-        [listed] = sidebar._manager._clusters.values()
+        await eventually(lambda: sidebar._listed)
+        [listed] = sidebar._listed.values()
         listed.scale(1)
         try:
             await eventually(lambda: listed.worker_groups["default"].n_arrived == 1, 60.0)
@@ -459,12 +457,12 @@ async def test_the_sidebar_scales_a_cluster_that_nobody_keeps(it):
 async def test_a_listed_cluster_is_no_open_cluster_of_the_process(it):
     async with listing() as sidebar:
         await left_over("c")
-        await eventually(lambda: sidebar._manager._clusters)
+        await eventually(lambda: sidebar._listed)
         assert CMLCluster.open() == []
         async with simulate(name="mine") as mine:
             assert CMLCluster.open() == [mine]
             assert "another cluster" not in log_of(mine)
-        await asyncio.gather(*[cluster.close() for cluster in sidebar._manager._clusters.values()])
+        await asyncio.gather(*[cluster.close() for cluster in sidebar._listed.values()])
 
 
 @simulated
@@ -473,9 +471,9 @@ async def test_a_cluster_without_keys_is_not_listed(it):
     creator = await create_elsewhere(it, name="open", security=False)
     async with listing() as sidebar:
         await left_over("c")
-        await eventually(lambda: sidebar._manager._clusters)
-        assert [*sidebar._manager._cluster_names.values()] == ["c"]
-        await asyncio.gather(*[cluster.close() for cluster in sidebar._manager._clusters.values()])
+        await eventually(lambda: sidebar._listed)
+        assert [*sidebar._names.values()] == ["c"]
+        await asyncio.gather(*[cluster.close() for cluster in sidebar._listed.values()])
     [cluster] = creator.clusters
     await creator.start(cluster.close())
 
@@ -494,11 +492,11 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
         monkeypatch.setattr(observers, "_RETRY", 3600.0)
         write_record(Record("stale", scheduler=SchedulerState(address="tcp://127.0.0.1:9", id="Scheduler-1")))
         await left_over("alive")
-        await eventually(lambda: len(sidebar._manager._clusters) == 1)
-        assert [*sidebar._manager._cluster_names.values()] == ["alive"]
-        [cluster] = sidebar._manager._clusters.values()
+        await eventually(lambda: len(sidebar._listed) == 1)
+        assert [*sidebar._names.values()] == ["alive"]
+        [cluster] = sidebar._listed.values()
         await cluster.close()
-        await eventually(lambda: not sidebar._manager._clusters)
+        await eventually(lambda: not sidebar._listed)
         assert asked.count("stale") == 1
 
 
@@ -507,14 +505,14 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
 async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_been_silent_for_long(it):
     async with listing() as sidebar:
         await left_over("c")
-        await eventually(lambda: sidebar._manager._clusters)
+        await eventually(lambda: sidebar._listed)
         record = store.read("c")
         # As on CML, where only the launcher's session is told of a session.
         it.platform.list_workers = list
         it.platform.stop_workers(*record.sessions)
         await asyncio.sleep(timing.silence / 2)
-        assert sidebar._manager._clusters
-        await eventually(lambda: not sidebar._manager._clusters)
+        assert sidebar._listed
+        await eventually(lambda: not sidebar._listed)
         assert [left.id for left in store.records()] == [record.id]
 
 
@@ -523,6 +521,6 @@ async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_be
 async def test_a_cluster_whose_creator_was_killed_ends_as_an_orphan_though_the_sidebar_lists_it(it):
     async with listing() as sidebar:
         await create_and_kill(it, name="orphan", security=True, orphan_timeout="30s")
-        await eventually(lambda: sidebar._manager._clusters)
-        await eventually(lambda: not sidebar._manager._clusters)
+        await eventually(lambda: sidebar._listed)
+        await eventually(lambda: not sidebar._listed)
         assert store.records() == []

@@ -12,6 +12,7 @@ import threading
 import weakref
 from typing import Any, NoReturn
 
+from dask_cml import compat
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
 
@@ -185,6 +186,7 @@ def _ask_for_patience(*_: Any) -> None:
 def _wait_for_makers() -> None:
     """Wait for the threads that created clusters and may still use them, as the interpreter does itself."""
     # Do not wait for threads of thread pools: they run until the interpreter informs them of the exit.
+    # concurrent/futures/thread.py:17
     exempt = {threading.current_thread(), *executors._threads_queues}
     while makers := {ref() for ref in [*_clusters.values()]} - exempt:
         maker = makers.pop()
@@ -209,7 +211,5 @@ def _forget_all() -> None:
     _release_signals()
 
 
-# Thread pools shut down before atexit functions run, also the platform's own, so those functions could stop
-# nothing. Functions registered here run in reverse order of registration, so this one runs before the pools'.
-threading._register_atexit(_wait_and_end)  # type: ignore[attr-defined]
+compat.exit_before_thread_pools(_wait_and_end)
 os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all)

@@ -8,19 +8,16 @@ from urllib.parse import urlsplit
 
 from distributed.scheduler import Scheduler
 from tornado.httputil import HTTPServerRequest
-from tornado.routing import Matcher, Rule
+from tornado.routing import Matcher
 from tornado.web import RequestHandler
 
+from dask_cml import compat
 from dask_cml.layout import HOSTS
 from dask_cml.sessions.here import served_hosts
 
 
 class ForeignSockets(Matcher):
-    """Matches WebSockets that pages of other hosts open.
-
-    By bokeh's own check, ``localhost.evil.example`` is ``localhost`` before bokeh 3.8.2 (CVE-2026-21883), and
-    Dask's own WebSocket has no check of names that resolve to 127.0.0.1.
-    """
+    """Matches WebSockets that pages of other hosts open."""
 
     def __init__(self) -> None:
         hosts = os.environ.get(HOSTS, "").split(",")
@@ -57,10 +54,8 @@ def protect(scheduler: Scheduler) -> ForeignSockets:
     """Refuse WebSockets of other hosts' pages, and remove costly pages. Return what is refused."""
     application = scheduler.http_application
     refused = ForeignSockets()
-    application.default_router.rules.insert(0, Rule(refused, _Refusal))
-    for part in getattr(application, "applications", ()):
-        router = part.wildcard_router
-        router.rules[:] = [rule for rule in router.rules if not _is_costly(rule.matcher)]
+    compat.refuse_requests(application, refused, _Refusal)
+    compat.remove_pages(application, _is_costly)
     return refused
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from dask_cml import compat
 from dask_cml.errors import CMLError
 from dask_cml.output import Logger
 from dask_cml.sessions import answers
@@ -156,14 +157,13 @@ class Calls:
 
     def leave_behind(self) -> None:
         """Let the interpreter exit without waiting for the platform's own thread pools, if they hang."""
-        # The interpreter joins all threads of a ThreadPoolExecutor, also daemons.
         frames = sys._current_frames()
-        for thread in [*executors._threads_queues]:
+        for thread in [*executors._threads_queues]:  # concurrent/futures/thread.py:17
             frame = frames.get(thread.ident or 0)
             stack = traceback.walk_stack(frame) if frame else ()
             modules = {caller.f_globals.get("__name__") for caller, _ in stack}
             if thread.daemon and modules & self._modules:
-                executors._threads_queues.pop(thread, None)  # type: ignore[attr-defined]
+                compat.leave_pool_thread(thread)
 
 
 def start(function: Callable[[], T]) -> Future[T]:

@@ -18,6 +18,7 @@ from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.utils import NoOpAwaitable
 
+from dask_cml import compat
 from dask_cml.checks import web_link
 from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import unclosed
@@ -191,6 +192,7 @@ class Sharing(Alone):
 
     async def open(self) -> bool:
         """Claim the cluster's name, or connect to the cluster that has it. Return whether it is claimed."""
+        compat.find_keys_by_address()
         mode = self._cluster.options.create_mode
         if mode != "connect":
             try:

@@ -25,10 +25,10 @@ import psutil
 from dask.utils import parse_bytes
 from distributed.comm.core import FatalCommClosedError
 from distributed.core import Status
-from distributed.nanny import Nanny, WorkerProcess
-from distributed.process import AsyncProcess
+from distributed.nanny import Nanny
 from distributed.worker import Worker
 
+from dask_cml import compat
 from dask_cml.handshake import limit_handshakes
 from dask_cml.layout import ALLOCATION_LIMIT, NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
@@ -43,7 +43,6 @@ _NOTICE_TIMEOUT = 20.0
 _RETRY = 0.5
 #: The exit status of a process whose status was lost (distributed/process.py:255).
 _UNKNOWN = 255
-_mark_stopped = WorkerProcess.mark_stopped
 _fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
@@ -52,6 +51,7 @@ _servers: list[Any] = []
 async def dask_setup(server: Any) -> None:
     """Prepare the process of a worker, or of nannies."""
     limit_handshakes()
+    compat.find_keys_by_address()  # for clients that tasks create
     _ignore_sigterm()
     if isinstance(server, Worker):
         _come_first(has_nanny=server.nanny is not None)
@@ -94,8 +94,7 @@ def _ignore_sigterm() -> None:
         os.register_at_fork(
             before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_heed_sigterm
         )
-    # By terminate(), a nanny ends a worker that uses too much memory (worker_memory.py:423).
-    AsyncProcess.terminate = AsyncProcess.kill  # type: ignore[method-assign]
+    compat.terminate_by_kill()
 
 
 def _hold_sigterm() -> None:
@@ -118,31 +117,20 @@ def _forget_preloads(nanny: Nanny) -> None:
     if __name__ in configured:
         os.environ.pop(NANNY_PRELOAD, None)
         others = [name for name in configured if name != __name__]
-        nanny.config = dask.config.merge(nanny.config, {"distributed": {"nanny": {"preload": others}}})
+        compat.configure_worker(nanny, {"distributed": {"nanny": {"preload": others}}})
 
 
 def _report_exits(nanny: Nanny) -> None:
     """Tell the scheduler how the worker's process has ended, before the nanny starts another one."""
-    on_exit = nanny._on_worker_exit_sync  # nanny.py:511
 
     def report(status: int) -> None:
         if nanny.status == Status.running:
             known = None if status == _UNKNOWN else status
             asked = getattr(nanny.process, "asked", False)
             nanny.log_event(EXITED, {"worker": nanny.worker_address, "status": known, "asked": asked})
-        on_exit(status)
 
-    nanny._on_worker_exit_sync = report  # type: ignore[method-assign]
-    WorkerProcess.mark_stopped = _note_whether_asked  # type: ignore[method-assign]
-
-
-def _note_whether_asked(process: Any) -> None:
-    """Note whether somebody has asked for the end of a worker's process, as ``Client.restart`` does.
-
-    The nanny kills a process that takes long to end, so its exit status does not say it.
-    """
-    process.asked = process.status == Status.stopping
-    _mark_stopped(process)
+    compat.report_exits(nanny, report)
+    compat.note_whether_asked()
 
 
 async def _tell() -> None:

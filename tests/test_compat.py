@@ -1,0 +1,127 @@
+"""What dask-cml changes of other libraries is in one module, and each change says why and until when."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from dask_cml import compat
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dask_cml"
+FACTS = "Why", "Releases", "Until"
+CHANGES = [
+    change
+    for change in map(inspect.unwrap, vars(compat).values())
+    if inspect.isfunction(change) and change.__module__ == compat.__name__
+]
+#: Attributes that other libraries document for assignment, and those of module objects that are made here.
+PUBLIC = {
+    "__cause__",  # of an exception
+    "__path__",
+    "autoescape",  # of a jinja2 environment that is made here
+    "children",  # of an ipywidgets container
+    "daemon",  # of a thread
+    "handlers",  # of Dask's servers, for extensions
+    "exc_text",  # of a log record, as of the next one
+    "msg",
+    "ignore_unknown_options",  # of a click context that is made here
+    "mask",  # of a threading.local
+    "require_encryption",  # of a Security that is made here
+    "value",  # of an ipywidgets widget
+    "workers_v1",
+    "_render_traceback_",  # of an exception, for IPython
+    "_adaptive",  # of SpecCluster, in an object of its subclass CMLCluster, as of the next one
+    "_i",
+}
+
+
+def facts(change):
+    """Return why a change is made, the releases that need it, and until when."""
+    text = " ".join(inspect.getdoc(change).split())
+    return [
+        re.search(rf"\b{fact}: (.+?)(?= (?:Why|Releases|Until): | (?:Notes|Parameters) -|$)", text)
+        for fact in FACTS
+    ]
+
+
+def row(change):
+    """Return a change's row in the table of the documentation."""
+    words = [fact[1].rstrip(".").replace("``", "`") for fact in facts(change)]
+    return f"| `{change.__name__}` | {' | '.join(words)} |"
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_each_change_says_why_for_which_releases_and_until_when(change):
+    assert all(facts(change))
+
+
+def test_the_documentation_lists_the_changes():
+    rows = [row(change) for change in CHANGES]
+    text = (ROOT / "docs/internals.md").read_text()
+    listed = re.findall(r"^\| `\w+` \| .+ \| .+ \| .+ \|$", text, re.MULTILINE)
+    assert listed == rows, "the table in docs/internals.md is to be:\n" + "\n".join(rows)
+
+
+def modules():
+    """Yield all modules but the one that may change others, with their syntax trees."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path != PACKAGE / "compat.py":
+            yield path.relative_to(PACKAGE), ast.parse(path.read_text())
+
+
+def changed(tree):
+    """Yield the attributes that a module assigns or deletes, also by ``setattr`` with a literal name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            yield node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            target, name, *_ = node.args
+            if isinstance(name, ast.Constant):
+                yield target, name.value
+
+
+def foreign(tree):
+    """Return the names of what a module imports from other packages."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("dask_cml"):
+            names |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return names - {"dask_cml"}
+
+
+def own_attributes():
+    """Return the names of the attributes that objects of the package have."""
+    names = set()
+    for _, tree in modules():
+        names |= {name for target, name in changed(tree) if ast.unparse(target) in ("self", "cls")}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names |= {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
+    return names
+
+
+def test_no_other_module_changes_a_class_or_a_module_of_another_library():
+    found = []
+    for path, tree in modules():
+        imported = foreign(tree)
+        for target, name in changed(tree):
+            if ast.unparse(target).partition(".")[0].partition("[")[0] in imported:
+                found.append(f"{path}: {ast.unparse(target)}.{name}")
+    assert found == []
+
+
+def test_other_modules_set_only_documented_attributes_of_what_another_library_has_made():
+    own, found = own_attributes(), {}
+    for path, tree in modules():
+        for target, name in changed(tree):
+            if ast.unparse(target) not in ("self", "cls") and name not in own:
+                found.setdefault(name, []).append(f"{path}: {ast.unparse(target)}.{name}")
+    assert {name: places for name, places in found.items() if name not in PUBLIC} == {}
+    assert PUBLIC - found.keys() == set()
