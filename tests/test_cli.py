@@ -38,7 +38,8 @@ from dask_cml import CMLCluster, CMLError, cli, protocol
 from dask_cml.cli import change, console, show
 from dask_cml.layout import LOGS_FOLDER, scheduler_file
 from dask_cml.observers import ObservedCluster
-from dask_cml.options import Options, state_directory
+from dask_cml.options import Options, setting, state_directory
+from dask_cml.options.table import ARGUMENTS
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.sessions import tls
@@ -510,6 +511,33 @@ def given(monkeypatch):
         return kwargs
 
     return given
+
+
+def test_create_has_a_flag_for_what_a_cluster_keeps():
+    context = cli.create.create.make_context("create", [])
+    flags = {flag for parameter in cli.create.create.get_params(context) for flag in parameter.opts}
+    without = {"create_mode", "orphan_timeout", "shutdown_on_close", "forward_dashboard"}
+    settled = {argument.name for argument in ARGUMENTS.values() if f"--{argument.key}" not in flags}
+    assert settled == without
+    assert flags - {f"--{argument.key}" for argument in ARGUMENTS.values()} == {
+        *("new_name", "--help", "--inherit", "--limits-hours"),
+    }
+
+
+def test_create_sets_what_a_cluster_takes_from_the_configuration_alone(monkeypatch):
+    found = []
+
+    def call(self, **kwargs):
+        found.append((setting("inherit"), setting("limits.hours"), {"inherit", "limits_hours"} & {*kwargs}))
+        raise ValueError("it is not made")
+
+    monkeypatch.setattr("dask_cml.cluster.CMLCluster.__init__", call)
+    run("create", "--inherit", "sql kafka", "--limits-hours", 8, code=1)
+    assert found == [(("sql", "kafka"), 8, set())]
+    assert (setting("inherit"), setting("limits.hours")) == ((), None)
+    assert run("create", "--limits-hours", 0, code=1).startswith(
+        "Error: invalid limits_hours=0: expected a number"
+    )
 
 
 def test_create_takes_every_kind_of_option(given):

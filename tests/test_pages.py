@@ -193,7 +193,7 @@ def test_the_form_offers_the_options_of_the_command_line():
         parameter for parameter in create.get_params(context) if isinstance(parameter, click.Option)
     ]
     options = {parameter.name for parameter in parameters if "--help" not in parameter.opts}
-    assert sorted(field.name for field in fields) == sorted(options)
+    assert {field.name for field in fields} == options - {"inherit", "limits_hours"}
 
 
 async def test_the_form_shows_the_default_of_each_field(ask):

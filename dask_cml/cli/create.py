@@ -15,7 +15,7 @@ from dask_cml.advice import for_shell
 from dask_cml.cli.console import cml, echo
 
 if TYPE_CHECKING:
-    from dask_cml.options.option import Argument
+    from dask_cml.options.option import Option
 
 
 #: What help shows for the values of options, by their checks or JSON types.
@@ -30,6 +30,8 @@ _METAVARS = {
     "seconds": "DURATION",
     "seconds_or_none": "DURATION",
 }
+#: What help shows for options whose values are several words.
+_EXAMPLES = {"worker-command": "dask cuda worker", "inherit": "sql kafka"}
 
 
 class OptionsCommand(click.Command):
@@ -66,16 +68,17 @@ class OptionsCommand(click.Command):
 @functools.cache
 def _cluster_options(grouped: bool) -> dict[click.Parameter, str]:
     """Return an option of the command line for each option of a cluster, with its heading."""
+    from dask_cml.options.table import GROUP_OPTIONS
     from dask_cml.options.unattended import offered_options
 
-    options = [option for option in offered_options() if option.is_grouped or not grouped]
+    options = [option for option in offered_options() if option.name in GROUP_OPTIONS or not grouped]
     return {_option(option, grouped): option.heading for option in options}
 
 
-def _option(option: Argument, grouped: bool) -> click.Option:
-    key, kind, text = option.key, option.kind, option.description.replace("`", "")
+def _option(option: Option, grouped: bool) -> click.Option:
+    key, kind, text = option.key.replace(".", "-"), option.kind, option.description.replace("`", "")
     if kind == "array":
-        example = "dask cuda worker" if key == "worker-command" else "--option 1"
+        example = _EXAMPLES.get(key, "--option 1")
         text = f'{text} Quote it as one argument: --{key} "{example}".'
     elif kind == "object":
         text = f"{text} May be given more than once."
@@ -104,7 +107,7 @@ def _default(key: str, value: Any) -> str:
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a cluster that options of the command line set."""
+    """Return the values of the options that the command line sets."""
     from dask_cml.options.unattended import typed
 
     return typed({name: text for name, text in options.items() if text not in (None, ())})
@@ -118,9 +121,11 @@ def create(new_name: str | None, **options: Any) -> None:
     The cluster keeps running when this command ends. The command waits until the scheduler answers and
     CML grants the workers. The cluster can run until the CML session of this command ends.
     """
+    import dask.config
+
     from dask_cml import output
     from dask_cml.cluster import CMLCluster
-    from dask_cml.options.unattended import unattended
+    from dask_cml.options.unattended import settings, unattended
     from dask_cml.sessions.here import lifetime
 
     if new_name is not None and options["name"] is not None:
@@ -133,9 +138,10 @@ def create(new_name: str | None, **options: Any) -> None:
         def _say(self, text: str) -> None:
             output.say(for_shell(text, self.options.name))
 
+    values = given(options)
     # The name alone goes to standard output, for scripts.
-    with contextlib.redirect_stdout(sys.stderr):
-        cluster = ShellCluster(**unattended(given(options)), quiet=False, silence_logs="WARNING")
+    with dask.config.set(settings(values)), contextlib.redirect_stdout(sys.stderr):
+        cluster = ShellCluster(**unattended(values), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.ending.outlive_this_process)
     echo(cluster.name)

@@ -67,6 +67,8 @@ class Option:
         Arguments of a program or function that a value must not contain, by the reason.
     needs : tuple of str
         The arguments whose values the check needs, too.
+    has_flag : bool
+        Whether ``dask cml create`` can set it, because it applies to a cluster and not to a process.
     heading : str
         The heading above it, which :mod:`dask_cml.options.table` fills in.
     """
@@ -81,7 +83,13 @@ class Option:
     choices: Sequence[str] = ()
     refused: Mapping[str, Sequence[str]] | None = None
     needs: Sequence[str] = ()
+    has_flag: bool = False
     heading: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in Python: that of the argument, if it is one."""
+        return self.key.replace("-", "_").replace(".", "_")
 
     @property
     def kind(self) -> str:
@@ -154,13 +162,9 @@ class Argument(Option):
         Whether it is an option of ``dask cml create`` and a field of the web UI.
     """
 
+    has_flag: bool = True
+
     elsewhere: Sequence[str] = ()
     is_grouped: bool = False
     is_recorded: bool = True
     is_secret: bool = False
-    has_flag: bool = True
-
-    @property
-    def name(self) -> str:
-        """The name of the argument."""
-        return self.key.replace("-", "_")

@@ -271,6 +271,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             [],
             "Top-level sections of Dask's configuration that all sessions inherit, in addition to Dask's "
             'own, such as `["sql"]`. Tasks and the cluster\'s record then contain their values.',
+            has_flag=True,
         ),
         Argument(
             "log-directory",
@@ -301,7 +302,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "creates one otherwise. A running cluster keeps its options.",
             choices=("create", "connect", "create-or-connect"),
             is_recorded=False,
-            has_flag=False,
+            has_flag=False,  # the command and the form create
         ),
         Argument(
             "security",
@@ -385,7 +386,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "5 minutes",
             "Time without a connected client and without a process that uses the cluster, after which it "
             "shuts down. Ignored with `shutdown-on-close: false`.",
-            has_flag=False,
+            has_flag=False,  # such a cluster runs on without its creator
         ),
         Argument(
             "shutdown-on-close",
@@ -395,7 +396,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Whether to stop all sessions when the cluster object is closed or its process exits. If "
             "false, the cluster keeps running.",
             is_recorded=False,
-            has_flag=False,
+            has_flag=False,  # the command lets it run on, and the web UI stops it
         ),
         Argument(
             "forward-dashboard",
@@ -406,7 +407,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "cannot log in to CML, such as JupyterLab.",
             elsewhere=("scheduler_forward_port",),
             is_recorded=False,
-            has_flag=False,
+            has_flag=False,  # the port would close with the command
         ),
         Option(
             "forward-hosts",
@@ -522,6 +523,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             None,
             "Hours after which a cluster shuts down, from its creation. The limit of its creator counts. "
             "By default unlimited.",
+            has_flag=True,
         ),
         Option(
             "limits.user-sessions",

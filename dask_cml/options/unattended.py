@@ -11,14 +11,16 @@ from typing import Any
 import dask.config
 
 from dask_cml.checks import NEVER
-from dask_cml.options.option import Argument
-from dask_cml.options.table import ARGUMENTS
+from dask_cml.options.option import Argument, Option
+from dask_cml.options.table import OPTIONS
 
 #: Default idle time after which an unattended cluster shuts down.
 _IDLE_TIMEOUT = "1 hour"
 #: The options that every unattended cluster has at first. What ends its creator before it runs, ends it, too.
 #: A port that a command forwards would close with the command.
 SETTLED: dict[str, Any] = {"create_mode": "create", "shutdown_on_close": True, "forward_dashboard": False}
+#: The options with a flag by name.
+_OFFERED = {option.name: option for option in OPTIONS.values() if option.has_flag}
 
 
 def unattended(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,49 +37,60 @@ def unattended(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **SETTLED}
 
 
-def offered_options() -> list[Argument]:
+def offered_options() -> list[Option]:
     """Return the options that an unattended cluster can be given, with their configured defaults."""
     offered = []
-    for option in ARGUMENTS.values():
+    for option in _OFFERED.values():
         default, text = dask.config.get(f"cml.{option.key}", option.default), option.description
         if option.key == "idle-timeout":
             default = default or _IDLE_TIMEOUT
             text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{NEVER}" is allowed.')
-        if option.has_flag:
-            offered.append(replace(option, default=default, description=text))
+        offered.append(replace(option, default=default, description=text))
     return offered
 
 
 def typed(texts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a cluster that a user typed. CMLCluster checks their values.
+    """Return the values of the options that a user typed. CMLCluster checks those of its arguments.
 
     Parameters
     ----------
     texts : mapping
-        By argument: a text, a boolean, or for a mapping its texts ``NAME=VALUE``. The values of a mapping are
-        JSON if possible, else text. Those of ``env`` are text.
+        By the name of the option: a text, a boolean, or for a mapping its texts ``NAME=VALUE``. The values of
+        a mapping are JSON if possible, else text. Those of ``env`` are text.
 
     Raises
     ------
     ValueError
         If a text cannot be read. The message omits the text, which may be secret.
     """
-    arguments: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in texts.items():
-        kind = ARGUMENTS[name].kind
+        kind = _OFFERED[name].kind
         if kind == "array":
             try:
-                arguments[name] = shlex.split(text)
+                values[name] = shlex.split(text)
             except ValueError as error:
                 raise ValueError(f"invalid {name}: expected a command line: {error}") from None
         elif kind == "object":
             if any("=" not in pair for pair in text):
                 raise ValueError(f"invalid {name}: expected NAME=VALUE, got text without '='")
             read = str if name == "env" else _json_or_text
-            arguments[name] = {key: read(value) for key, _, value in (pair.partition("=") for pair in text)}
+            values[name] = {key: read(value) for key, _, value in (pair.partition("=") for pair in text)}
         else:
-            arguments[name] = _json_or_text(text) if kind in ("integer", "number") else text
-    return arguments
+            values[name] = _json_or_text(text) if kind in ("integer", "number") else text
+    return values
+
+
+def settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the options that are no arguments of a cluster from values, and return them as a configuration.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a value is invalid.
+    """
+    names = [name for name in values if not isinstance(_OFFERED[name], Argument)]
+    return {f"cml.{_OFFERED[name].key}": _OFFERED[name].checked(name, values.pop(name), {}) for name in names}
 
 
 def _json_or_text(value: str) -> Any:

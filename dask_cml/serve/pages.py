@@ -105,11 +105,17 @@ class NewCluster(ApiHandler):
 
 def form_sections() -> dict[str, list[Argument]]:
     """Return the options by heading. The usual options come first, below ``""``."""
-    options = {option.key: option for option in offered_options()}
+    options = {option.key: option for option in _arguments()}
     sections = {"": [options.pop(key) for key in _USUAL]}
     for option in options.values():
         sections.setdefault(option.heading, []).append(option)
     return sections
+
+
+def _arguments() -> list[Argument]:
+    """Return the options of the form."""
+    # All clusters that the server creates have its configuration.
+    return [option for option in offered_options() if isinstance(option, Argument)]
 
 
 def form_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -125,7 +131,7 @@ def form_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     ValueError
         If a text is invalid. The message omits texts that may be secrets. CMLCluster checks the values.
     """
-    known = {option.name: option for option in offered_options()}
+    known = {option.name: option for option in _arguments()}
     if unknown := sorted(texts.keys() - known.keys()):
         raise ValueError(f"invalid option {unknown[0]!r}: expected one of {', '.join(known)}")
     given: dict[str, Any] = {}
