@@ -13,7 +13,6 @@ import functools
 import inspect
 import logging
 import math
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -362,7 +361,8 @@ class CMLCluster(SpecCluster):
             **dask_arguments,
         )
         self._name = type(self).__name__  # for Dask's repr, which would show the cluster's name twice
-        self.groups.want_first()
+        if self.starting is None:  # else it has wanted them, unless it has connected to a running cluster
+            self.groups.want_first()
 
     def _share(self, given: Mapping[str, Any]) -> Alone:
         """Return what shares this cluster with the other processes of the project.
@@ -491,6 +491,9 @@ class CMLCluster(SpecCluster):
                     return NoOpAwaitable() if self.asynchronous else None
             asked = self._asked(worker_group, target=n, adapt=None)
         return self.sharing.wait(asked)
+
+    # SpecCluster.scale_up (spec.py:589) is its own `scale`.
+    scale_up = scale
 
     async def scale_down(self, workers: Iterable[str]) -> None:
         """Close workers by their names, after moving their data to others.
@@ -905,7 +908,10 @@ class CMLCluster(SpecCluster):
         CMLError
             If the platform refuses the launch, or does not answer.
         """
-        worker = self.make_worker(name, self.worker_spec[name])
+        spec = self.worker_spec.get(name)
+        if spec is None:  # a user has scaled down in another thread
+            return
+        worker = self.make_worker(name, spec)
         await worker
         if name not in self.workers:  # else its session was found meanwhile
             await self.attach(name, worker)
@@ -1220,6 +1226,11 @@ class CMLCluster(SpecCluster):
         self.shutdown_on_close = False  # also at the end of the ``with`` block
         return self.ending.end_from_outside(How.LEAVE)
 
+    async def __aexit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        # Cluster.__aexit__ (cluster.py:535) drops why the block ends.
+        self.ending.note_error(error)
+        await super().__aexit__(kind, error, frames)
+
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         self.ending.note_error(error)
         self.ending.end_from_outside(self.ending.usual_how)
@@ -1237,7 +1248,6 @@ class CMLCluster(SpecCluster):
         SpecCluster._close (spec.py:438) retires all workers, and asserts that all have ended. Without a
         scheduler, that waits for ever.
         """
-        self.ending.note_error(sys.exc_info()[1])  # of the block
         await self.ending.end(self.ending.usual_how)
 
     async def close_dask(self) -> None:
@@ -1564,9 +1574,13 @@ class CMLCluster(SpecCluster):
         now, text = datetime.now(), printable_lines(text)
         self._cluster_manager_logs.append((now, text))
         if not self.quiet:
-            output.say(text)
+            self._say(text)
         if self.is_keeper:
             write_own_log(self.options, self.place, now, text)
+
+    def _say(self, text: str) -> None:
+        """Print a line for the user. A subclass may use other words."""
+        output.say(text)
 
 
 def close_all() -> None:

@@ -43,6 +43,7 @@ from dask_cml.options.table import ARGUMENTS
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.sessions import tls
+from dask_cml.sharing.sharing import Sharing
 from dask_cml.words import format_duration, printable
 
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
@@ -220,8 +221,8 @@ async def test_scale_fails_with_the_reason_of_a_refusal_but_not_with_that_of_an_
             assert arrived(cluster) == 3
 
 
-def test_delete_notes_a_reason_in_the_history():
-    run("create", "night")
+def test_create_names_a_command_and_delete_notes_a_reason_in_the_history():
+    assert "Cluster night has no workers yet: run `dask cml scale night N` or " in run("create", "night")
     run("delete", "night", "--reason", "the month is over")
     assert [cluster.why for cluster in asyncio.run(operations.ended_clusters())] == ["the month is over"]
 
@@ -355,15 +356,15 @@ async def test_a_command_that_adapts_goes_on_while_the_scheduler_is_silent(it):
 
 @pytest.mark.slow
 def test_ctrl_c_while_adapt_is_written_leaves_nothing_adapting(left, monkeypatch):
-    written = CMLCluster.written
+    written = Sharing.written
 
-    async def interrupted(cluster):
-        await written(cluster)
-        if cluster.view.limits() is not None:
+    async def interrupted(sharing):
+        await written(sharing)
+        if sharing._cluster.view.limits() is not None:
             raise asyncio.CancelledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(CMLCluster, "written", interrupted)
+        patch.setattr(Sharing, "written", interrupted)
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(change.adapt.callback("mine", 1, 2, "default"))
     with CMLCluster.from_name("mine", quiet=True) as cluster:

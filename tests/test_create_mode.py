@@ -15,11 +15,12 @@ from distributed.core import Status
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
-from dask_cml import ClusterExists, CMLError, NoSuchCluster, protocol
+from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, protocol
 from dask_cml import cluster as cluster_module
 from dask_cml.layout import RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import store
+from dask_cml.sharing.sharing import Sharing
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -62,6 +63,16 @@ async def test_connecting_neither_scales_the_cluster_nor_takes_its_lease(it):
             assert (first.keeps, again.keeps) == (True, False)
         assert target(first) == 1
         assert len(it.platform.live) == 2
+
+
+def test_connecting_without_await_wants_none_of_the_first_workers_again(platform, until, monkeypatch):
+    with CMLCluster(name="lab", n_workers=1, platform="local", quiet=True) as first:
+        until(lambda: arrived(first) == 1)
+        first.scale(0)
+        until(lambda: not first.workers)
+        monkeypatch.setattr(Sharing, "_follow", lambda self: asyncio.Event().wait())  # which shows what is
+        with CMLCluster.from_name("lab", quiet=True) as again:
+            assert again.worker_spec == {}
 
 
 @simulated

@@ -562,6 +562,16 @@ async def test_the_history_names_the_exception_that_ended_the_block(locally):
     assert own[-1] == "ZeroDivisionError: no luck"
 
 
+@simulated
+async def test_an_exception_around_the_block_has_not_ended_it(it):
+    try:
+        raise ZeroDivisionError("no luck")
+    except ZeroDivisionError:
+        async with simulate(name="lab"):
+            pass
+    assert the_only_one().why == f"closed by {Maker.this_process().words}"
+
+
 async def test_the_logs_of_a_cluster_outlive_it(locally, holds):
     def fail():
         print("before the failure")

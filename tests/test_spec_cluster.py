@@ -26,7 +26,7 @@ from types import SimpleNamespace
 
 import distributed
 import pytest
-from clusters import NOTEBOOK, arrived, end, rebuild, scheduler_of, simulate, target
+from clusters import NOTEBOOK, arrived, end, limits, rebuild, scheduler_of, simulate, target
 from distributed import Client, SpecCluster
 from distributed.core import Status
 from distributed.deploy.cluster import Cluster
@@ -575,6 +575,11 @@ async def test_scale_up_and_scale_down_as_dask_calls_them(it):
         assert {*cluster.worker_spec} == {"mine-1"}
         await eventually(lambda: {*cluster.workers} == {"mine-1"} == names(cluster))
         assert target(cluster) == 1
+        await cluster.add_worker_group("gpu", n_workers=1)
+        cluster.adapt(0, 4)
+        await cluster.scale_up(memory="4 GiB")
+        assert {*cluster.worker_spec} == {"mine-1", "mine-3", "mine-gpu-0"}
+        assert limits(cluster) is None
 
 
 @simulated
@@ -657,7 +662,7 @@ def sources():
 
 def test_few_members_of_speccluster_are_overridden():
     # SpecCluster.from_name is not implemented.
-    assert len(overridden().keys() - {"from_name"}) <= 11
+    assert len(overridden().keys() - {"from_name"}) <= 12
 
 
 @pytest.mark.parametrize("name", overridden())
