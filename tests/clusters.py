@@ -16,6 +16,7 @@ from simulated.process import SimulatedProcess
 from simulated.world import World
 
 from dask_cml import CMLCluster
+from dask_cml.core.alone import Alone
 from dask_cml.layout import scheduler_file
 from dask_cml.options import state_directory
 from dask_cml.records import store
@@ -28,6 +29,13 @@ LAUNCHED = 1790000000
 WANTED: dict[str, Any] = {"groups": {}}
 #: The environment of processes in the session of the tests.
 NOTEBOOK = {"CDSW_ENGINE_ID": "notebook12345678"}
+
+
+class AloneCluster(CMLCluster):
+    """The core alone: a cluster that no other process finds, without a record, a board and a lease."""
+
+    def _share(self, given: Mapping[str, Any]) -> Alone:
+        return Alone(self)
 
 
 def make(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:

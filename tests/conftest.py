@@ -279,6 +279,17 @@ def configured(monkeypatch: pytest.MonkeyPatch, option: str, value: object) -> I
         yield
 
 
+@pytest.fixture(params=["shared", "alone"])
+def shared_or_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with clusters that are shared, and again with the core alone, which has no record."""
+    if request.param == "alone":
+        from clusters import AloneCluster
+
+        from dask_cml import CMLCluster
+
+        monkeypatch.setattr(CMLCluster, "_share", AloneCluster._share)
+
+
 @pytest.fixture(params=["tcp", "tls"])
 def security(request: pytest.FixtureRequest) -> Any:
     """Keys for connections by TLS, or None for connections without."""

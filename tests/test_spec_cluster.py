@@ -72,6 +72,7 @@ class Elsewhere:
 # -- the documentation of SpecCluster
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_the_spec_is_what_is_wanted_and_workers_are_its_instances(it):
     async with simulate(name="mine", n_workers=2) as cluster:
@@ -94,6 +95,7 @@ async def correct_its_state(cluster):
 
 
 @pytest.mark.parametrize("align", [await_it, correct_its_state])
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_what_exists_follows_a_changed_spec(it, align):
     async with simulate(name="mine", n_workers=1) as cluster:
@@ -108,6 +110,7 @@ async def test_what_exists_follows_a_changed_spec(it, align):
         assert target(cluster) == 1
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_scale_adds_workers_of_the_given_form(it):
     async with simulate(name="mine") as cluster:
@@ -120,6 +123,7 @@ async def test_scale_adds_workers_of_the_given_form(it):
         assert {*cluster.workers} == {*cluster.worker_spec}
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_the_spec_need_not_be_uniform(it):
     async with simulate(name="mine", n_workers=1) as cluster:
@@ -332,6 +336,7 @@ async def test_a_remote_refuses_a_worker_of_another_class(it):
         assert {*remote.worker_spec} == {"mine-0", "large"}
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_an_entry_of_several_dask_workers_has_the_suffixes_of_their_names(it):
     async with simulate(name="mine", n_workers=2, cpu=3, processes=3, worker_args=[]) as cluster:
@@ -347,6 +352,7 @@ async def test_an_entry_of_several_dask_workers_has_the_suffixes_of_their_names(
         assert cluster.plan == cluster.requested != cluster.observed
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_other_classes_may_be_in_the_spec(it):
     async with simulate(name="mine", n_workers=1) as cluster:
@@ -365,6 +371,7 @@ async def test_other_classes_may_be_in_the_spec(it):
     assert another.state == "closed"
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_dasks_own_workers_may_be_in_the_spec_by_the_name_of_their_class(it):
     async with simulate(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
@@ -390,6 +397,7 @@ class Named(CMLCluster):
         return f"prefix-{self.name}-{worker_number}-suffix"
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_a_subclass_may_name_the_workers(it):
     async with simulate(Named, name="mine", n_workers=1) as cluster:
@@ -432,6 +440,7 @@ class Growing(CMLCluster):
         return {name: {**spec, "options": {**spec["options"], "memory": 1 + len(self.worker_spec)}}}
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_a_subclass_may_make_each_spec(it):
     async with simulate(Growing, name="mine", n_workers=1) as cluster:
@@ -455,6 +464,7 @@ class Choosing(CMLCluster):
         self.scheduler_spec["cls"] = NotedScheduler
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_a_subclass_may_choose_the_classes_of_scheduler_and_workers(it):
     async with simulate(Choosing, name="mine", n_workers=1) as cluster:
@@ -472,6 +482,7 @@ class Replacing(CMLCluster):
         self.new_spec = {**self.new_spec, "cls": Noted}
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_the_form_of_new_workers_may_be_replaced(it):
     async with simulate(Replacing, name="mine") as cluster:
@@ -495,6 +506,7 @@ class Broken(Elsewhere):
         yield
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_a_start_fails_with_the_error_of_its_worker(it):
     cluster = simulate(name="mine", n_workers=1)
@@ -506,6 +518,7 @@ async def test_a_start_fails_with_the_error_of_its_worker(it):
     assert cluster.status == Status.closed
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_a_worker_that_cannot_start_later_is_tried_again_and_reported(it):
     async with simulate(name="mine", n_workers=1) as cluster:
@@ -519,6 +532,7 @@ async def test_a_worker_that_cannot_start_later_is_tried_again_and_reported(it):
 # -- attributes
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_assigned_attributes_are_kept(it):
     async with simulate(name="mine", n_workers=1) as cluster:
@@ -539,6 +553,7 @@ async def test_assigned_attributes_are_kept(it):
         assert cluster._memory_per_worker() == 2 * 2**30
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_the_status_is_that_of_speccluster(it):
     cluster = simulate(n_workers=1)
@@ -553,6 +568,7 @@ async def test_the_status_is_that_of_speccluster(it):
     assert not workers
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_plan_requested_and_observed_differ_while_workers_start(it):
     async with simulate(name="mine") as cluster:
@@ -565,6 +581,7 @@ async def test_plan_requested_and_observed_differ_while_workers_start(it):
         await eventually(lambda: cluster.observed == cluster.plan)
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_scale_up_and_scale_down_as_dask_calls_them(it):
     async with simulate(name="mine") as cluster:
@@ -582,6 +599,7 @@ async def test_scale_up_and_scale_down_as_dask_calls_them(it):
         assert limits(cluster) is None
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_scheduler_info_is_the_schedulers(it):
     async with simulate(n_workers=2) as cluster:
@@ -593,6 +611,7 @@ async def test_scheduler_info_is_the_schedulers(it):
         assert cluster.scheduler_info["services"] == known["services"]
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_a_subclass_has_its_own_name_in_the_representation(it):
     async with simulate(Named, name="mine", n_workers=1, cpu=2, processes=2, worker_args=[]) as cluster:
@@ -622,6 +641,7 @@ async def test_the_widget_shows_the_mode_and_the_workers(it):
 # -- start and end
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_a_worker_that_is_closed_or_whose_session_ends_is_replaced(it):
     async with simulate(name="mine", n_workers=2) as cluster:
@@ -631,6 +651,7 @@ async def test_a_worker_that_is_closed_or_whose_session_ends_is_replaced(it):
         assert {*cluster.worker_spec} == {*cluster.workers}
 
 
+@pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_closing_before_the_start_warns_of_nothing(it):
     with warnings.catch_warnings():

@@ -149,7 +149,9 @@ class SimulatedPlatform(PlannedFaults):
             for session in self.live_sessions
             if session.status == "running" and not session.stop_requested
         ]
-        return {session.launched_with["name"].rpartition(" ")[0]: session.id for session in found}
+        titles = {session.launched_with["name"]: session.id for session in found}
+        # Without a record, the name is all of the title.
+        return {title.rpartition(" ")[0] or title: session for title, session in titles.items()}
 
     @property
     def live(self) -> list[str]:
