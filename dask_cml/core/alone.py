@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from distributed.comm.core import Comm
+from distributed.utils import NoOpAwaitable
 
-from dask_cml.core.folder import fill_folder, make_keys
+from dask_cml.core.folder import fill_folder, make_keys, new_folder, remove_folder
+from dask_cml.errors import CMLError
 from dask_cml.options import Options
+from dask_cml.output import Logger
+from dask_cml.rpc import NO_ANSWER
+from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
+from dask_cml.timing import timing
+
+logger = Logger(__name__)
 
 
 class Role(enum.Enum):
@@ -66,6 +74,8 @@ class Alone:
         Seconds for which a closed cluster has lasted.
     """
 
+    _ending: asyncio.Task[None]
+
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self.role = Role.NONE
@@ -75,13 +85,16 @@ class Alone:
         self.lasted: float | None = None
         self.record: Any = None
         self.new_record: Any = None
+        #: The folder that this object has made.
+        self._made: Path | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     # -- what is
 
     @property
     def is_connected(self) -> bool:
         """Whether the scheduler answers."""
-        return self.role is Role.KEEPER
+        return self.role is Role.KEEPER and self._cluster.connection.is_subscribed
 
     @property
     def keeps(self) -> bool:
@@ -126,12 +139,22 @@ class Alone:
             If another cluster has the name, or does not answer.
         """
         cluster = self._cluster
-        await asyncio.to_thread(cluster.place.folder.mkdir, mode=0o700, parents=True)
+        if cluster.options.create_mode == "connect":
+            self.connects = True
+            raise CMLError(
+                f"not connected to cluster {cluster.options.name!r}: {type(cluster).__name__} finds no "
+                "cluster of another process"
+            )
+        await asyncio.to_thread(self._make_folder)
         keys = await asyncio.to_thread(make_keys, cluster.options, cluster.place)
         await asyncio.to_thread(fill_folder, cluster.options, cluster.place, keys)
         cluster.move(replace(cluster.place, security=keys.security))
         self.role = Role.KEEPER
         return True
+
+    def _make_folder(self) -> None:
+        new_folder(self._cluster.place.folder)
+        self._made = self._cluster.place.folder
 
     async def join(self, address: str) -> None:
         """Connect to the scheduler that this process has launched.
@@ -143,6 +166,37 @@ class Alone:
         """
         await self._cluster.connection.connect(address)
         await self._cluster.connection.subscribe()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Connect again whenever the connection breaks, until the scheduler has ended."""
+        cluster = self._cluster
+        while True:
+            await asyncio.sleep(timing.retry)
+            if cluster.connection.is_subscribed:
+                continue
+            try:
+                if (why := await self._why_lost()) is not None:
+                    self._end_by_itself(why)
+                    return
+                await cluster.connection.subscribe()
+            except (*NO_ANSWER, CMLError) as error:  # it may answer later
+                logger.info("Scheduler of cluster %s not reached: %r", cluster.options.name, error)
+
+    async def _why_lost(self) -> str | None:
+        """Return why the scheduler has ended, by the platform. Return None if it has not."""
+        scheduler = self._cluster.scheduler
+        if isinstance(scheduler, CMLScheduler) and scheduler.update(await self._cluster.api.sessions()):
+            return await scheduler.failure("ended")
+        return None
+
+    def _end_by_itself(self, why: str) -> None:
+        """Close, because the cluster is over: its scheduler has ended, and no other one replaces it."""
+        cluster = self._cluster
+        self.end = why
+        cluster.end_reason = f"its scheduler was lost: {why}"
+        cluster.tell(f"Cluster {cluster.options.name} shut down: {why}")
+        self._ending = asyncio.create_task(cluster.ending.end_again())
 
     async def follow(self) -> None:
         """Follow what other processes do, from now on."""
@@ -164,7 +218,7 @@ class Alone:
         CMLError
             If the scheduler does not answer, or refuses it.
         """
-        return None
+        return NoOpAwaitable() if self._cluster.asynchronous else None
 
     async def written(self) -> None:
         """Wait until other processes know what was changed in this process.
@@ -238,8 +292,8 @@ class Alone:
 
     @property
     def tasks(self) -> Sequence[asyncio.Task[None] | None]:
-        """The tasks that follow other processes."""
-        return ()
+        """The tasks that follow the scheduler, and other processes."""
+        return (self._watching,)
 
     @property
     def has_followed(self) -> bool:
@@ -280,6 +334,8 @@ class Alone:
     def stop_and_remove(self) -> None:
         """Stop all sessions of the cluster, and remove what they have left. Blocks."""
         self._cluster.api.end()
+        if self._made is not None:
+            remove_folder(self._made)
 
     # -- what users ask for
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distributed.security import Security
 
+from dask_cml.errors import ClusterExists
+from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import Options
 from dask_cml.options.limits import check_new
+from dask_cml.private_files import make_folder
 from dask_cml.sessions import tls
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.session_logs import log_folder
@@ -49,3 +56,29 @@ def fill_folder(options: Options, place: Place, keys: Keys) -> None:
     if options.log_directory is not None:
         logs = log_folder(place.folder, options.log_directory)
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def new_folder(folder: Path) -> None:
+    """Make the folder of a cluster without a record.
+
+    Raises
+    ------
+    ClusterExists
+        If it exists.
+    NotPrivate
+        If the state directory belongs to another user, or others can write to it.
+    """
+    make_folder(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        raise ClusterExists(folder.name) from None
+    make_folder(folder / LOGS_FOLDER)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a cluster without a record, whose sessions may still write into it."""
+    aside = folder.with_name(f".removed-{secrets.token_hex(8)}")
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

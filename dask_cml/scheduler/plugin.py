@@ -19,7 +19,7 @@ from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.scheduler import Scheduler, WorkerState, WorkerStatusPlugin
+from distributed.scheduler import Scheduler, WorkerState
 from msgspec import UNSET, UnsetType
 from tornado.ioloop import PeriodicCallback
 
@@ -115,7 +115,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
-            "subscribe_worker_status": self.subscribe_worker_status,
         }
         await self._file.save(self._state())
         checks = (self._check_watchers, self._check_workers)
@@ -191,13 +190,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         reason = str(reason) or f"shut down by a client at {get_address_host(comm.peer_address)}"
         self._lifetime.closed = self._lifetime.closed or reason
         await self._scheduler.close(reason=self._lifetime.closed, **arguments)
-
-    def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
-        """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
-        last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
-        if isinstance(last, WorkerStatusPlugin):
-            last.bcomm.abort()
-        return self._scheduler.subscribe_worker_status(comm)
 
     # -- the board
 

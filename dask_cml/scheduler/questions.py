@@ -12,8 +12,9 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from distributed.comm.core import Comm
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.scheduler import Scheduler, WorkerState
+from distributed.scheduler import Scheduler, WorkerState, WorkerStatusPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
@@ -75,6 +76,7 @@ class WorkerQuestions(SchedulerPlugin):
             protocol.LAST: self.last,
             protocol.ABANDONED: self.abandoned,
             protocol.NOTICE: self.notice,
+            "subscribe_worker_status": self.subscribe_worker_status,
         }
         moves = (lambda: balance(scheduler), lambda: unload_full_workers(scheduler))
         self._periodic = [PeriodicCallback(move, timing.scheduler_look * 1000) for move in moves]
@@ -130,6 +132,13 @@ class WorkerQuestions(SchedulerPlugin):
         except NO_ANSWER:
             return False
         return True
+
+    def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
+        """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
+        last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
+        if isinstance(last, WorkerStatusPlugin):
+            last.bcomm.abort()
+        return self._scheduler.subscribe_worker_status(comm)
 
     # -- Dask workers that leave
 

@@ -386,7 +386,7 @@ class Sharing(Alone):
                 if not self.link.connected and self.record is not None and not cluster.ending.has_begun:
                     await self.failover.check(self.record)
             except SchedulerLost as lost:
-                self._end_by_itself(lost)
+                self._end_by_itself(str(lost))
                 return
             except (*NO_ANSWER, CMLError, ValueError) as error:
                 logger.info("Scheduler of cluster %s not checked: %r", cluster.options.name, error)
@@ -626,13 +626,6 @@ class Sharing(Alone):
         await keeper.journal.write(processes)
 
     # -- end
-
-    def _end_by_itself(self, lost: SchedulerLost) -> None:
-        """Close, because the cluster is over."""
-        self.end = str(lost)
-        self._cluster.end_reason = f"its scheduler was lost: {lost}"
-        self._cluster.tell(f"Cluster {self._cluster.options.name} shut down: {lost}")
-        self._ending = asyncio.create_task(self._cluster.ending.end_again())
 
     @property
     def left_to_do(self) -> Sequence[str]:
