@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from types import ModuleType, SimpleNamespace
@@ -476,7 +476,7 @@ class CMLCluster(SpecCluster):
         refuse_unexpected(self.scale, kwargs)
         options = self.groups.options(worker_group)
         n = options.sessions_for(n, memory, cores)
-        self._check_open(f"worker group {worker_group!r} not scaled")
+        self.check_running(f"worker group {worker_group!r} not scaled", or_new=True)
         if n > self.view.target(worker_group):
             check_room("n", n, options.worker, self.groups.others(worker_group))
         caller = calling_adaptive()
@@ -517,23 +517,12 @@ class CMLCluster(SpecCluster):
         """Want `n` workers of a group here. The caller holds the lock of the groups."""
         absent = self.processes.absent(group) if self.is_keeper else [*reversed(self.groups.workers(group))]
         self.groups.resize(group, n, absent)
-        self.soon(self._correct_state)
+        self.loop.add_callback(self._correct_state)  # type: ignore[union-attr]
 
     def _asked(self, group: str, **change: Any) -> Any:
         """Note what a user asks for. The caller holds the lock of the groups."""
         self.launches.begin_anew(group)
         return self.sharing.asked(group, **change)
-
-    def soon(self, function: Callable[[], Any]) -> None:
-        """Call a function in the event loop.
-
-        Parameters
-        ----------
-        function : callable
-            The function. What it returns is dropped.
-        """
-        assert self.loop is not None
-        self.loop.add_callback(function)
 
     @checks_arguments
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
@@ -596,7 +585,7 @@ class CMLCluster(SpecCluster):
             most, name = max(least, _MAXIMUM), self.options.name
             logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
         most = int(most)
-        self._check_open(f"worker group {worker_group!r} not adapted")
+        self.check_running(f"worker group {worker_group!r} not adapted", or_new=True)
         is_cml_adaptive = issubclass(Adaptive, CMLAdaptive)
         if is_cml_adaptive:
             kwargs["worker_group"] = worker_group
@@ -621,7 +610,7 @@ class CMLCluster(SpecCluster):
         if is_remote:
             self.sharing.wait(asked)
         elif isinstance(adaptive, CMLAdaptive) and self.is_keeper:
-            self.soon(adaptive.begin)
+            self.loop.add_callback(adaptive.begin)  # type: ignore[union-attr]
         return adaptive
 
     def stop_adapting(self, group: str) -> Any:
@@ -639,36 +628,31 @@ class CMLCluster(SpecCluster):
             asked = self._asked(group, adapt=None)
         return self.sharing.wait(asked)
 
-    def _check_open(self, what: str) -> None:
-        """Refuse what a cluster cannot do that is over, or whose options are not known yet.
-
-        Raises
-        ------
-        CMLError
-            If it is closed, belongs to another process, or may be one that runs already.
-        """
-        if self.ending.is_forks_copy or self.status not in (Status.created, Status.running):
-            self.check_running(what)
-        if self.status == Status.created and not self.is_keeper and self.options.create_mode != "create":
-            raise CMLError(f"{what}: cluster {self.options.name} is not connected yet, await it first")
-
-    def check_running(self, what: str) -> None:
+    def check_running(self, what: str, *, or_new: bool = False) -> None:
         """Refuse what a cluster cannot do that does not run.
 
         Parameters
         ----------
         what : str
             What it cannot do, as a clause.
+        or_new : bool
+            Whether a cluster that has not started can do it, if it is not one that may run already.
 
         Raises
         ------
         CMLError
-            If it does not run.
+            If it does not run, or its options are not known yet.
         """
-        if self.status != Status.running or self.ending.is_forks_copy:
-            status = "of another process" if self.ending.is_forks_copy else self.status.name
+        name = self.options.name
+        if self.ending.is_forks_copy:
+            raise CMLError(f"{what}: cluster {name} is of another process")
+        if self.status == Status.running:
+            return
+        if not or_new or self.status != Status.created:
             why = f": {self.sharing.end}" if self.sharing.end else ""
-            raise CMLError(f"{what}: cluster {self.options.name} is {status}{why}")
+            raise CMLError(f"{what}: cluster {name} is {self.status.name}{why}")
+        if not self.is_keeper and self.options.create_mode != "create":
+            raise CMLError(f"{what}: cluster {name} is not connected yet, await it first")
 
     def _new_worker_name(self, worker_number: int) -> str:
         # SpecCluster._new_worker_name (spec.py:541) is the number alone, which all clusters would share.

@@ -452,7 +452,7 @@ class Sharing(Alone):
             self._keeper.asked(group, **change)
         else:
             self.outbox.add(groups={group: change})
-        self._cluster.soon(self._send_soon)
+        self._cluster.loop.add_callback(self._send_soon)
         return None
 
     def wait(self, asked: Change | None) -> Any:
