@@ -485,11 +485,12 @@ class CMLCluster(SpecCluster):
                 self.groups.adapt(worker_group, None)
             elif caller is not self.groups.adaptive(worker_group):  # stopped meanwhile
                 return NoOpAwaitable() if self.asynchronous else None
-            if not self.is_remote:
+            is_remote = self.is_remote
+            if not is_remote:
                 self._resize(worker_group, n)
                 if caller is not None:
                     return NoOpAwaitable() if self.asynchronous else None
-            asked = self._asked(worker_group, target=n, adapt=None)
+            asked = self._asked(worker_group, here=not is_remote, target=n, adapt=None)
         return self.sharing.wait(asked)
 
     # SpecCluster.scale_up (spec.py:589) is its own `scale`.
@@ -519,10 +520,10 @@ class CMLCluster(SpecCluster):
         self.groups.resize(group, n, absent)
         self.loop.add_callback(self._correct_state)  # type: ignore[union-attr]
 
-    def _asked(self, group: str, **change: Any) -> Any:
-        """Note what a user asks for. The caller holds the lock of the groups."""
+    def _asked(self, group: str, *, here: bool, **change: Any) -> Any:
+        """Note what a user asks for, see :meth:`Alone.asked`."""
         self.launches.begin_anew(group)
-        return self.sharing.asked(group, **change)
+        return self.sharing.asked(group, here=here, **change)
 
     @checks_arguments
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
@@ -600,13 +601,13 @@ class CMLCluster(SpecCluster):
             self.groups.adapt(worker_group, None if is_remote and is_cml_adaptive else adaptive)
             asked = None
             if is_remote:
-                asked = self._asked(worker_group, adapt=limits)
+                asked = self._asked(worker_group, here=False, adapt=limits)
             else:
                 target = self.view.target(worker_group)
                 if is_cml_adaptive:
                     target = min(max(target, least), most)
                 self._resize(worker_group, target)
-                self._asked(worker_group, target=target, adapt=limits)
+                self._asked(worker_group, here=True, target=target, adapt=limits)
         if is_remote:
             self.sharing.wait(asked)
         elif isinstance(adaptive, CMLAdaptive) and self.is_keeper:
@@ -625,7 +626,7 @@ class CMLCluster(SpecCluster):
             self.groups.adapt(group, None)
             if self.status not in (Status.created, Status.running) and not self.is_keeper:
                 return None
-            asked = self._asked(group, adapt=None)
+            asked = self._asked(group, here=not self.is_remote, adapt=None)
         return self.sharing.wait(asked)
 
     def check_running(self, what: str, *, or_new: bool = False) -> None:
@@ -837,7 +838,8 @@ class CMLCluster(SpecCluster):
             closed, new = self.groups.take_changes_by_hand()
             for group in {*closed.values(), *new.values()}:
                 if group in self.groups:
-                    self._asked(group, target=self.groups.target(group), own=self.groups.own(group))
+                    target, own = self.groups.target(group), self.groups.own(group)
+                    self._asked(group, here=True, target=target, own=own)
             self.groups.given(new)
 
     async def _retire_unwanted(self) -> list[CMLWorker]:
@@ -968,8 +970,7 @@ class CMLCluster(SpecCluster):
             # While the platform lists no sessions, no loss is known. Everything else goes on.
             with contextlib.suppress(CallFailed):  # tell_outage says it once
                 await self.losses.replace(await self.losses.find(self._heard_since))
-            used = {str(process.session_id) for process in self.processes.launched}
-            await self.sharing.look(used | self.stops.under_way)
+            await self.sharing.look()
             await self._correct_state()
             self.losses.note_states()
             await self.messages.tell()
@@ -1115,8 +1116,9 @@ class CMLCluster(SpecCluster):
         **arguments
             The arguments of the handler.
         """
-        if self.scheduler_comm is None:
-            raise OSError("the scheduler has no address yet")
+        # As long as another scheduler has not answered, this is the address of the lost one.
+        if self.scheduler_comm is None or not self.sharing.is_joined:
+            raise OSError("the scheduler has not answered yet")
         limit = timing.answer if timeout is None else timeout
         comm = self.scheduler_comm
         return await ask(comm.address, comm.connection_args, op, limit, **arguments)

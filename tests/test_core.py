@@ -288,3 +288,10 @@ def test_a_refusal_in_a_constructor_leaves_nothing(platform):
     with pytest.raises(LaunchRefused, match="exceeded quota"):
         AloneCluster(n_workers=1, platform="local", quiet=True)
     assert [*state_directory().iterdir()] == []
+
+
+@simulated
+async def test_its_scaling_can_be_awaited(it):
+    async with simulate(AloneCluster) as cluster:
+        await cluster.scale(1)
+        assert len(cluster.worker_spec) == 1

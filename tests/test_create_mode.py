@@ -9,7 +9,7 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, make, rebuild, simulate, target
+from clusters import arrived, create_and_kill, log_of, make, rebuild, simulate, target
 from distributed import Client
 from distributed.core import Status
 from simulated.platform import SimulatedPlatform
@@ -169,3 +169,16 @@ async def test_connecting_creates_no_cluster(platform):
     with pytest.raises(NoSuchCluster):
         await make(name="lab", create_mode="connect")
     assert platform.list_workers() == []
+
+
+@simulated
+async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypatch):
+    def spec(*arguments):
+        first.sharing._name_others()
+        return make_spec(*arguments)
+
+    async with lab() as first:
+        make_spec = cluster_module.scheduler_spec
+        monkeypatch.setattr(cluster_module, "scheduler_spec", spec)
+        await simulate(name="other").close()
+        assert "another cluster" not in log_of(first)

@@ -706,6 +706,20 @@ async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
         await eventually(lambda: arrived(cluster) == 1)
 
 
+@simulated
+async def test_no_question_goes_to_a_scheduler_that_another_one_replaces(it, monkeypatch):
+    async def unreachable(*_):
+        raise OSError("no route to host")
+
+    async with simulate(name="lab") as keeper, rebuild("lab") as remote:
+        monkeypatch.setattr(remote.sharing.link, "join", unreachable)
+        it.platform.evict(keeper.scheduler.session_id)
+        await eventually(lambda: remote.place.number == 1 and keeper.sharing.is_connected)
+        # By now, the scheduler of another cluster may have the lost one's address.
+        with pytest.raises(OSError, match="has not answered yet"):
+            await remote.ask("terminate")
+
+
 async def lose_and_recover(it, cluster):
     """Let a cluster with one worker lose its scheduler, and wait for another one with a worker."""
     await eventually(lambda: arrived(cluster) == 1)

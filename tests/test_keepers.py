@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import signal
 import subprocess
@@ -42,6 +43,7 @@ from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record
 from dask_cml.sessions.entry import Launch
+from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing import sharing
 from dask_cml.timing import timing
 
@@ -702,6 +704,79 @@ async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_whe
         await cluster.leave()
     assert {*it.platform.running} == {"shared-scheduler", "shared-0"}
     await (await rebuild("shared")).close()
+
+
+@simulated
+async def test_a_request_of_a_remote_counts_that_becomes_the_keeper_at_this_moment(it, monkeypatch):
+    """A user scales in a thread, which sees a remote, and goes on when it is the keeper."""
+
+    def note_request(group):
+        begun.set()
+        while not remote.is_keeper and not over.wait(0.01):
+            pass
+
+    def journal(*arguments):
+        if remote.sharing.view is not None:
+            scaling.start()
+            assert begun.wait(60)
+        return make_journal(*arguments)
+
+    begun, over, make_journal = threading.Event(), threading.Event(), sharing_keeper.Journal
+    creator = await create_elsewhere(it, name="shared")
+    async with rebuild("shared", shutdown_on_close=True) as remote:
+        scaling = threading.Thread(target=contextvars.copy_context().run, args=(remote.scale, 2))
+        monkeypatch.setattr(remote.launches, "begin_anew", note_request)
+        journals = [journal, make_journal]
+        monkeypatch.setattr(sharing_keeper, "Journal", lambda *arguments: journals.pop()(*arguments))
+        creator.kill()
+        await eventually(lambda: remote.is_keeper)
+        over.set()
+        await asyncio.to_thread(scaling.join)
+        await eventually(lambda: has(remote, 2))
+
+
+@simulated
+async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it, monkeypatch):
+    async def stop_looking():
+        answer()
+        await eventually(lambda: recorded.is_set())
+        await stop()
+
+    async def launched(process):
+        await note(process)
+        known.update(store.read("shared").launches)
+        recorded.set()
+
+    known, recorded = {}, asyncio.Event()
+    async with shared() as cluster:
+        stop, note = cluster.stop_looking, cluster.sharing.launched
+        monkeypatch.setattr(cluster, "stop_looking", stop_looking)
+        monkeypatch.setattr(cluster.sharing, "launched", launched)
+        with it.platform.held("launch_workers") as answer:
+            cluster.scale(1)
+            await eventually(lambda: it.platform.under_way)
+            await cluster.sharing._yield(cluster.sharing._keeper)
+        assert "shared-0" in [launch.key for launch in known.values()]
+        await eventually(lambda: cluster.keeps and has(cluster, 1))
+
+
+@simulated
+async def test_a_session_that_is_launched_while_the_record_is_read_is_no_stray(it, monkeypatch, caplog):
+    def read_slowly(record):
+        cluster.scale(1)
+        time.sleep(2 * timing.stray)
+        reads.append(record)
+        return read(record)
+
+    reads, read = [], store.read_again
+    async with shared() as cluster:
+        it.platform.configure({"sessions": 1}, waits_for_room=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(sharing_keeper.store, "read_again", read_slowly)
+            await eventually(lambda: reads)
+        await asyncio.sleep(timing.stray)
+        assert len(cluster.workers) == 1
+        assert "no process has launched it" not in caplog.text
 
 
 @simulated

@@ -874,3 +874,21 @@ async def test_a_cluster_keeps_its_folder_when_the_configuration_changes(it, end
     assert not it.platform.running
     assert store.records(elsewhere) == []
     assert not (elsewhere / "made").exists()
+
+
+@simulated
+async def test_the_record_is_complete_before_the_scheduler_ends(it, monkeypatch):
+    async def note_end(op, *limit, **arguments):
+        done.append(op)
+        return await ask(op, *limit, **arguments)
+
+    async def note_write(processes):
+        done.append("record")
+        await write(processes)
+
+    async with simulate(name="lab") as cluster:
+        ask, write, done = cluster.ask, cluster.sharing._keeper.journal.write, []
+        await cluster.stop_looking()
+        monkeypatch.setattr(cluster, "ask", note_end)
+        monkeypatch.setattr(cluster.sharing._keeper.journal, "write", note_write)
+    assert done == ["record", "terminate"]

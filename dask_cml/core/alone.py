@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,11 @@ class Alone:
     def is_connected(self) -> bool:
         """Whether the scheduler answers."""
         return self.role is Role.KEEPER and self._cluster.connection.is_subscribed
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the cluster's scheduler has answered. Another one may have just replaced it."""
+        return True
 
     @property
     def keeps(self) -> bool:
@@ -203,10 +208,22 @@ class Alone:
 
     # -- what is done
 
-    def asked(self, group: str, **change: Any) -> Any:
-        """Note what a user of this process has asked for, see :class:`dask_cml.scheduler.board.GroupChange`.
+    def asked(self, group: str, *, here: bool, **change: Any) -> Any:
+        """Note what a user of this process has asked for. The caller holds the lock of the groups.
 
-        The caller holds the lock of the groups. Return what to pass to :meth:`wait`.
+        Parameters
+        ----------
+        group : str
+            The worker group.
+        here : bool
+            Whether the caller has done it. Otherwise the process does it that leads the cluster.
+        **change
+            The change, see :class:`dask_cml.scheduler.board.GroupChange`.
+
+        Returns
+        -------
+        object
+            The argument of :meth:`wait`.
         """
         return None
 
@@ -272,8 +289,8 @@ class Alone:
     def event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session."""
 
-    async def look(self, used: Collection[str]) -> None:
-        """Look for sessions of the cluster besides the used ones, which have these ids."""
+    async def look(self) -> None:
+        """Look for sessions of the cluster that this process does not use."""
 
     async def stepped(self) -> None:
         """Tell others what this process knows and wants."""

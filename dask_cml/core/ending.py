@@ -134,9 +134,9 @@ class Ending:
                 await self._cluster.stop_looking()
             if self._cluster.is_keeper:
                 await self.stop_waiting()
+            await self._cluster.sharing.close(how)
             if how is How.SHUT_DOWN:
                 await self._say_goodbye()
-            await self._cluster.sharing.close(how)
             if not_done is not None and await self._cluster.sharing.is_succeeded():
                 not_done = None
         except Exception:  # the sessions are stopped even so
@@ -214,7 +214,6 @@ class Ending:
 
     async def yield_sessions(self) -> None:
         """Leave the sessions to another process that keeps the cluster now, and stop nothing."""
-        await self._cluster.stop_looking()
         async with self._cluster._lock:
             await self.stop_waiting()
             self._cluster.api.forget(*self._cluster.api.live)

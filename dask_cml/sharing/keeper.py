@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +230,7 @@ class Keeper:
 
     # -- strays
 
-    async def find_strays(self, used: Collection[str]) -> None:
+    async def find_strays(self) -> None:
         """Take over or stop sessions of the cluster that no process of it uses, as after a crash.
 
         A session enters itself into the record, and a Dask worker says in which session it runs.
@@ -248,6 +248,8 @@ class Keeper:
         except CMLError as error:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
             return
+        used = {str(process.session_id) for process in self._cluster.processes.launched}
+        used |= self._cluster.stops.under_way
         strays = {session: key for session, key in record.sessions.items() if session not in used}
         groups = {session: record.launches[session].worker_group(self._record.name) for session in strays}
         for info in [*self._cluster.scheduler_info["workers"].values()]:
@@ -389,10 +391,6 @@ class Keeper:
             self._cluster.groups.add_own(name, group.own, again=True)
             self._cluster.groups.resize(name, group.target, ())
             self._adapt(name, group)
-
-    async def close(self) -> None:
-        """Write the record for the last time."""
-        await self.journal.write(self._cluster.processes.launched)
 
     def renew(self) -> None:
         """Begin anew for another scheduler: no session is left, and all names are new."""

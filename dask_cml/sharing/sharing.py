@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import shlex
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ import dask.config
 from dask.utils import parse_timedelta
 from distributed.comm.core import Comm
 from distributed.core import Status
-from distributed.utils import NoOpAwaitable
 
 from dask_cml import compat
 from dask_cml.checks import web_link
@@ -101,7 +100,6 @@ class Sharing(Alone):
         self._following: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
         self._writing: set[asyncio.Task[Any]] = set()
-        #: Whether the scheduler in the cluster's place has answered.
         self._is_joined = False
         self._usage: Usage | None = None
         self._forwarder: DashboardForwarder | None = None
@@ -112,6 +110,11 @@ class Sharing(Alone):
     def is_connected(self) -> bool:
         """Whether the scheduler answers."""
         return self.link.connected
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the scheduler in the cluster's place has answered."""
+        return self._is_joined
 
     @property
     def keeps(self) -> bool:
@@ -226,7 +229,9 @@ class Sharing(Alone):
     def _name_others(self) -> None:
         """Name the user's other clusters in this process. A cell that runs again may have left them."""
         for other in unclosed():
-            if other is not self._cluster and getattr(other, "takes_lease", False) and other.sessions:
+            if other is self._cluster or other.starting is None or not other.takes_lease:
+                continue
+            if other.sessions:
                 name, age = other.options.name, format_duration(other.sessions[0].age)
                 close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
                 self._cluster.tell(
@@ -439,14 +444,15 @@ class Sharing(Alone):
     async def _yield(self, keeper: Keeper) -> None:
         """Leave the cluster to another process that keeps it now, and stop nothing."""
         logger.info("Cluster %s kept by another process", self._cluster.options.name)
+        await self._cluster.stop_looking()  # a launch that is answered meanwhile is entered into the record
         self._cluster.note_changes_by_hand()
         self._follow_role()
         self._send_soon()
         await self._cluster.ending.yield_sessions()
 
-    def asked(self, group: str, **change: Any) -> Change | None:
-        """Note what a user of this process has asked for. In the keeper, it is done already."""
-        if self.role is Role.FOLLOWER and self._cluster.is_remote:
+    def asked(self, group: str, *, here: bool, **change: Any) -> Change | None:
+        """Write on the board what a user of this process has asked for: soon, or by :meth:`wait`."""
+        if not here:  # even if this process has become the keeper just now
             return self.outbox.add(is_awaited=True, groups={group: change})
         if self._keeper is not None:
             self._keeper.asked(group, **change)
@@ -459,7 +465,7 @@ class Sharing(Alone):
         """Wait until the board has a change, see :meth:`Outbox.wait`. In the event loop, return a task."""
         cluster = self._cluster
         if asked is None:
-            return NoOpAwaitable() if cluster.asynchronous else None
+            return super().wait(asked)
         if not cluster.asynchronous:
             cluster.sync(self.outbox.wait, asked)
             return None
@@ -539,10 +545,10 @@ class Sharing(Alone):
         if self._keeper is not None:
             self._keeper.event(action, session, **fields)
 
-    async def look(self, used: Collection[str]) -> None:
+    async def look(self) -> None:
         """Take over or stop sessions of the cluster that no process of it uses, as after a crash."""
         if self._keeper is not None:
-            await self._keeper.find_strays(used)
+            await self._keeper.find_strays()
 
     async def stepped(self) -> None:
         """Write on the board what this process knows and wants."""
