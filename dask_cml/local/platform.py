@@ -67,7 +67,7 @@ class Platform:
         with state.locked():
             sessions = state.read_sessions()
             state.forget(sessions)
-            session = self.plan(request, _present(sessions))
+            session = self.plan(request, quota.present(sessions))
             lock = state.create_session(session)
         try:
             _start_supervisor(session["id"], lock)
@@ -115,16 +115,6 @@ def current() -> Platform:
     path = state.directory() / "platform.py"
     kind: type[Platform] = _load(str(path))["Platform"] if path.exists() else Platform
     return kind()
-
-
-def has_room(session_id: str) -> bool:
-    """Return whether a waiting session has room now. Call this while the state is locked."""
-    return quota.has_room(session_id, _present(state.read_sessions()))
-
-
-def _present(sessions: Sequence[Session]) -> list[Session]:
-    """Return the sessions that use the quota or wait for it."""
-    return [session for session in sessions if state.is_live(session) and not session["refused"]]
 
 
 def _calling_session() -> str:

@@ -61,11 +61,17 @@ def admission(request: Mapping[str, Any], live: Sequence[Session]) -> dict[str, 
     return {"waits": False, "refused": excess}
 
 
-def has_room(session_id: str, live: Sequence[Session]) -> bool:
+def present(sessions: Sequence[Session]) -> list[Session]:
+    """Return the sessions that use the quota or wait for it."""
+    return [session for session in sessions if state.is_live(session) and not session["refused"]]
+
+
+def has_room(session_id: str) -> bool:
     """Return whether a waiting session has room now. The oldest waiting session comes first.
 
     Call this while the state is locked, and keep it locked until the session is admitted.
     """
+    live = present(state.read_sessions())
     first = next(session for session in live if session["waits"])
     return first["id"] == session_id and _excess(first, live, _configured()[0]) is None
 

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import state
+from dask_cml.local import quota, state
 
 #: Seconds between two looks at what may end the session.
 _INTERVAL = 0.1
@@ -63,11 +63,9 @@ class Supervisor:
 
     def is_admitted(self) -> bool:
         """Return whether the session may start: it was not refused, and is not queued."""
-        from dask_cml.local import platform  # which has supervisors
-
         if self.session["waits"]:
             with state.locked():
-                if platform.has_room(self.folder.name):
+                if quota.has_room(self.folder.name):
                     self.write("scheduling", waits=False)
         return not (self.session["waits"] or self.session["refused"])
 

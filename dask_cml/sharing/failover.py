@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dask_cml import protocol
 from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
@@ -18,12 +18,12 @@ from dask_cml.records.record import Record, SchedulerState
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import SessionInfo
 from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 from dask_cml.words import first_line
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
-    from dask_cml.sharing.sharing import Sharing
 
 logger = Logger(__name__)
 
@@ -33,6 +33,20 @@ _PAUSES = (0.0, 10.0, 30.0)
 
 class SchedulerLost(Exception):
     """The cluster is over: it has lost its scheduler, and gets no other one. The message is the reason."""
+
+
+class Successor(Protocol):
+    """Connects a cluster to another scheduler, see :class:`dask_cml.sharing.sharing.Sharing`."""
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether this process may become the keeper."""
+
+    async def follow_other(self, record: Record) -> None:
+        """Follow the last scheduler in the record, which another process has launched."""
+
+    async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
+        """Launch the next scheduler and all workers. Return False if another process does."""
 
 
 class Failover:
@@ -48,8 +62,10 @@ class Failover:
 
     Parameters
     ----------
-    sharing : Sharing
+    successor : Successor
         Follows the last scheduler, or launches the next one.
+    link : Link
+        Talks to the scheduler.
     cluster : CMLCluster
         The cluster.
 
@@ -59,8 +75,8 @@ class Failover:
         Why the scheduler is not reached. None if it is.
     """
 
-    def __init__(self, sharing: Sharing, cluster: CMLCluster) -> None:
-        self._sharing, self._cluster, self._link = sharing, cluster, sharing.link
+    def __init__(self, successor: Successor, link: Link, cluster: CMLCluster) -> None:
+        self._successor, self._link, self._cluster = successor, link, cluster
         self.begin_anew()
 
     # -- what the user is told
@@ -188,7 +204,7 @@ class Failover:
                     f"its next scheduler speaks protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
                 )
             elif (is_next or unreached) and last.address is not None:
-                await self._sharing.follow_other(record)
+                await self._successor.follow_other(record)
                 return
             elif not (is_next and self._may_start(last, waited)) and self._may_launch(waited):
                 try:
@@ -214,7 +230,7 @@ class Failover:
 
     def _may_launch(self, waited: float) -> bool:
         """Return whether this process launches the next scheduler if nobody else has done so until now."""
-        return self._cluster.is_keeper or (self._sharing.may_keep and waited > timing.succession)
+        return self._cluster.is_keeper or (self._successor.may_keep and waited > timing.succession)
 
     def _may_start(self, last: SchedulerState, waited: float) -> bool:
         """Return whether the scheduler that another process launches has time left to start."""
@@ -258,4 +274,4 @@ class Failover:
         latest = await self._read(record, why)
         if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
             return False
-        return await self._sharing.launch_next(record, why, restarts, limit)
+        return await self._successor.launch_next(record, why, restarts, limit)

@@ -50,6 +50,11 @@ class Outbox:
         The cluster's name.
     link : Link
         Talks to the scheduler.
+
+    Attributes
+    ----------
+    task : asyncio.Task or None
+        Writes the changes for which nobody waits.
     """
 
     def __init__(self, cluster: str, link: Link) -> None:
@@ -58,6 +63,8 @@ class Outbox:
         self._changes: list[Change] = []
         self._last = 0
         self._sending = asyncio.Lock()
+        self._waits: set[asyncio.Task[None]] = set()
+        self.task: asyncio.Task[None] | None = None
 
     @property
     def changes(self) -> list[Change]:
@@ -127,6 +134,42 @@ class Outbox:
             self._remove(change)
         if change.refusal is not None:
             raise change.refusal
+
+    # -- in tasks
+
+    def send_soon(self) -> None:
+        """Write on the board what it does not have yet, in a task. Whoever follows the board tries again."""
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._try_to_send())
+
+    async def _try_to_send(self) -> None:
+        try:
+            await self.send()
+        except CMLError as error:
+            logger.info("Board of cluster %s not written yet: %s", self._cluster, error)
+
+    def wait_in_task(self, change: Change) -> asyncio.Task[None]:
+        """Return a task that does the same as :meth:`wait`. It goes on if nobody awaits it."""
+        task = asyncio.ensure_future(self.wait(change))
+        self._waits.add(task)
+        task.add_done_callback(self._waited)
+        return task
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        self._waits.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # perhaps nobody awaits it
+            logger.warning("Cluster %s not changed: %s", self._cluster, error)
+
+    async def flush(self) -> None:
+        """Wait until the board has all changes.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer.
+        """
+        await asyncio.gather(*self._waits)
+        await self.send()
 
     def _remove(self, change: Change) -> None:
         with self._lock:

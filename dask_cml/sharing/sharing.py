@@ -94,12 +94,10 @@ class Sharing(Alone):
         )
         self.link = Link(secrets.token_hex(8), options.name, counts=cluster.takes_lease)
         self.outbox = Outbox(options.name, self.link)
-        self.failover = Failover(self, cluster)
+        self.failover = Failover(self, self.link, cluster)
         self._keeper: Keeper | None = None
         self._follower: Follower | None = None
         self._following: asyncio.Task[None] | None = None
-        self._sending: asyncio.Task[None] | None = None
-        self._writing: set[asyncio.Task[Any]] = set()
         self._is_joined = False
         self._usage: Usage | None = None
         self._forwarder: DashboardForwarder | None = None
@@ -351,7 +349,7 @@ class Sharing(Alone):
     @property
     def tasks(self) -> Sequence[asyncio.Task[None] | None]:
         """The tasks that follow the board, and write on it."""
-        return self._following, self._sending
+        return self._following, self.outbox.task
 
     @property
     def has_followed(self) -> bool:
@@ -376,7 +374,7 @@ class Sharing(Alone):
                     await self._join_within(timing.answer, str(cluster.scheduler.address))
                 board = await self.link.watch()
                 if self.outbox.changes:
-                    self._send_soon()
+                    self.outbox.send_soon()
                 await self._take_board(board)
                 self.failover.note_connected()
                 continue
@@ -447,7 +445,7 @@ class Sharing(Alone):
         await self._cluster.stop_looking()  # a launch that is answered meanwhile is entered into the record
         self._cluster.note_changes_by_hand()
         self._follow_role()
-        self._send_soon()
+        self.outbox.send_soon()
         await self._cluster.ending.yield_sessions()
 
     def asked(self, group: str, *, here: bool, **change: Any) -> Change | None:
@@ -458,7 +456,7 @@ class Sharing(Alone):
             self._keeper.asked(group, **change)
         else:
             self.outbox.add(groups={group: change})
-        self._cluster.loop.add_callback(self._send_soon)
+        self._cluster.loop.add_callback(self.outbox.send_soon)
         return None
 
     def wait(self, asked: Change | None) -> Any:
@@ -469,26 +467,7 @@ class Sharing(Alone):
         if not cluster.asynchronous:
             cluster.sync(self.outbox.wait, asked)
             return None
-        task = asyncio.ensure_future(self.outbox.wait(asked))
-        self._writing.add(task)
-        task.add_done_callback(self._written)
-        return task
-
-    def _written(self, task: asyncio.Task[Any]) -> None:
-        self._writing.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # perhaps nobody awaits it
-            logger.warning("Cluster %s not changed: %s", self._cluster.options.name, error)
-
-    def _send_soon(self) -> None:
-        """Write on the board what it does not have yet, in a task. :meth:`_follow` tries again."""
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send())
-
-    async def _send(self) -> None:
-        try:
-            await self.outbox.send()
-        except CMLError as error:
-            logger.info("Board of cluster %s not written yet: %s", self._cluster.options.name, error)
+        return self.outbox.wait_in_task(asked)
 
     async def written(self) -> None:
         """Wait until the board has what was changed in this process.
@@ -498,8 +477,7 @@ class Sharing(Alone):
         CMLError
             If the scheduler does not answer.
         """
-        await asyncio.gather(*self._writing)
-        await self.outbox.send()
+        await self.outbox.flush()
         await self.stepped()
 
     async def add_group(self, name: str, options: Options) -> None:
