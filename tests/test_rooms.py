@@ -30,8 +30,8 @@ ATTACHES = ("dask_cml.cluster", "dask_cml.sharing.sharing")
 #: What a scheduler without a record runs. It answers the core, and needs nothing of sharing but these.
 WITHOUT_RECORD = "dask_cml.scheduler.questions"
 ANSWERS = {"questions", "balance", "dashboard", "demand", "full", "health", "last_state", "messages"}
-#: The most methods of a class. These numbers may only become smaller.
-MOST_METHODS, MOST_METHODS_OF_CLUSTER = 70, 72
+#: The most methods of a class. This number and the next ones may only become smaller.
+MOST_METHODS = 70
 #: The most modules and lines of code that ``import dask_cml.cluster`` loads, without comments and docstrings.
 MOST_MODULES, MOST_LINES = 57, 7700
 
@@ -140,9 +140,7 @@ def test_the_core_is_small_enough_to_be_read():
 
 
 def test_no_class_has_too_many_methods():
-    numbers = dict(methods_of_classes())
-    assert numbers.pop("CMLCluster") <= MOST_METHODS_OF_CLUSTER
-    assert {name: n for name, n in numbers.items() if n > MOST_METHODS} == {}
+    assert {name: n for name, n in methods_of_classes() if n > MOST_METHODS} == {}
 
 
 def test_a_cluster_is_a_speccluster_whose_step_is_its_own():
