@@ -1,57 +1,78 @@
-"""Advice in messages, in the words of the place where they are read: Python, a shell, or the web UI.
+"""What a user can do about an error or a line, as values.
 
-Messages are written for Python, such as ``call cluster.scale(n)``.
+``str`` says it for Python, ``cli/console.py`` for a shell, and ``serve/words.py`` for the web UI.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
+from dataclasses import dataclass
+from typing import TypeAlias
 
-_CALL = re.compile(r"(call )?cluster\.(scale|adapt)\(([^()]*)\)")
-_GROUP = re.compile(r"worker_group='([^']*)'")
-_CONNECT = re.compile(r"to connect to it, pass create_mode=\S+ or call CMLCluster\.from_name\([^()]*\); ")
+from dask_cml.naming import DEFAULT_GROUP
 
 
-def for_shell(text: str, cluster: str) -> str:
-    """Return a message with commands instead of calls.
+@dataclass(frozen=True)
+class Scale:
+    """Scale a worker group.
 
     Parameters
     ----------
-    text : str
-        The message.
     cluster : str
         The name of the cluster.
+    n : int, optional
+        Number of worker sessions. None: any.
+    group : str
+        The worker group.
+    or_adapt : bool
+        Whether adaptive scaling helps, too.
 
     Examples
     --------
-    >>> for_shell("lab has no workers yet: call cluster.scale(n) or cluster.adapt()", "lab")
-    'lab has no workers yet: run `dask cml scale lab N` or `dask cml adapt lab 0 10`'
-    >>> for_shell("call cluster.scale(1, worker_group='gpu')", "lab")
-    'run `dask cml scale lab 1 --group gpu`'
+    >>> print(Scale("lab", or_adapt=True))
+    call cluster.scale(n) or cluster.adapt()
     """
 
-    def command(match: re.Match[str]) -> str:
-        call, method, arguments = match.groups()
-        amounts = "0 10"
-        if method == "scale":
-            amounts = arguments.partition(",")[0].upper()
-        group = _GROUP.search(arguments)
-        option = f" --group {shlex.quote(group[1])}" if group else ""
-        return f"{'run ' if call else ''}`dask cml {method} {shlex.quote(cluster)} {amounts}{option}`"
+    cluster: str
+    n: int | None = None
+    group: str = DEFAULT_GROUP
+    or_adapt: bool = False
 
-    return _CONNECT.sub("", _CALL.sub(command, text)).replace("n_workers=0", "--n-workers 0")
+    def __str__(self) -> str:
+        n = "n" if self.n is None else str(self.n)
+        group = "" if self.group == DEFAULT_GROUP else f", worker_group={self.group!r}"
+        return f"call cluster.scale({n}{group})" + (" or cluster.adapt()" if self.or_adapt else "")
 
 
-def for_web_ui(text: str) -> str:
-    """Return a message for the web UI, where a field for each worker group has its number of workers.
+@dataclass(frozen=True)
+class AskForLess:
+    """Create a cluster of fewer or smaller workers, or launch the workers later."""
 
-    Examples
-    --------
-    >>> for_web_ui("lab has no workers yet: call cluster.scale(n) or cluster.adapt()")
-    'lab has no workers yet: set a number of workers'
-    """
-    text = re.sub(r" or cluster\.adapt\([^()]*\)", "", text)
-    return _CALL.sub(
-        lambda match: "set a number of workers" if match[1] else "a larger number of workers", text
-    )
+    def __str__(self) -> str:
+        return (
+            "Ask for fewer or smaller workers. Or create the cluster with n_workers=0 and call "
+            "cluster.scale(n): it launches as many as there is room for. To see what runs, run "
+            "`dask cml list`"
+        )
+
+
+@dataclass(frozen=True)
+class UseOrDelete:
+    """Connect to the cluster that has the name, or delete it."""
+
+    cluster: str
+
+    def __str__(self) -> str:
+        return (
+            "to connect to it, pass create_mode='create-or-connect' or call "
+            f"CMLCluster.from_name({self.cluster!r}); to delete it, run `{delete_command(self.cluster)}`"
+        )
+
+
+#: What a user can do.
+Advice: TypeAlias = Scale | AskForLess | UseOrDelete
+
+
+def delete_command(cluster: str) -> str:
+    """Return the command that deletes a cluster."""
+    return f"dask cml delete {shlex.quote(cluster)}"

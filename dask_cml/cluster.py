@@ -32,6 +32,7 @@ from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
 from dask_cml import output
+from dask_cml.advice import Advice, AskForLess, Scale
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
 from dask_cml.checks import check_loop, check_silence_logs, group_name, message, web_link
 from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
@@ -52,7 +53,12 @@ from dask_cml.core.start import Start, class_of, scheduler_spec
 from dask_cml.core.stops import Stops
 from dask_cml.core.view import View
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, escaped, render, status_of
-from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
+from dask_cml.errors import (
+    CMLError,
+    LaunchRefused,
+    checks_arguments,
+    without_frames,
+)
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import Options, SessionSize, state_directory
 from dask_cml.options.arguments import arguments_of, refuse_unexpected, takes_options
@@ -76,11 +82,6 @@ logger = Logger(__name__)
 _UNKNOWN = ModuleType("unknown")
 #: Maximum number of sessions of adaptive scaling without a maximum and without a limit.
 _MAXIMUM = 100
-#: What helps if a launch is refused when a cluster is created.
-_WAY_OUT = (
-    "Ask for fewer or smaller workers. Or create the cluster with n_workers=0 and call cluster.scale(n): it "
-    "launches as many as there is room for. To see what runs, run `dask cml list`"
-)
 #: The clusters that :func:`close_all` closes in their own event loops.
 _closing: set[asyncio.Future[Any]] = set()
 
@@ -788,8 +789,8 @@ class CMLCluster(SpecCluster):
         if not_stopped := await self.ending.wait_until_done(left):
             names = ", ".join(not_stopped)
             if {*not_stopped} <= {*self.view.staying}:
-                until = "until other workers can take their data: cluster.scale(n) launches some"
-                raise CMLError(f"{deleted} {names} stay {until}")
+                until = "until other workers can take their data. To launch some,"
+                raise CMLError(f"{deleted} {names} stay {until}", Scale(self.options.name))
             raise CMLError(f"{deleted} {names} not stopped yet: {self.ending.why_not_done}")
 
     # -- the step
@@ -1093,10 +1094,11 @@ class CMLCluster(SpecCluster):
         try:
             await self.start.run(strict=True, display=not self._quiet)
         except LaunchRefused as error:
-            raise LaunchRefused(error.name, error.reason, error.by, _WAY_OUT) from None
+            raise LaunchRefused(error.name, error.reason, error.by, AskForLess()) from None
         self.begin_looking()
         if not any(self.view.target(group) or self.view.limits(group) for group in self.groups.names):
-            self.tell(f"Cluster {options.name} has no workers yet: call cluster.scale(n) or cluster.adapt()")
+            advice = Scale(options.name, or_adapt=True)
+            self.tell(f"Cluster {options.name} has no workers yet:", advice)
         if limits_of_session := here.session_limits():
             self.tell(limits_of_session)
         if not options.shutdown_on_close:
@@ -1547,7 +1549,7 @@ class CMLCluster(SpecCluster):
 
     # -- words
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, advice: Advice | None = None) -> None:
         """Tell the user a line, and keep it for :meth:`get_logs`.
 
         Cluster._log (cluster.py:281) prints in the event loop, which a blocked or closed output would stop.
@@ -1556,17 +1558,19 @@ class CMLCluster(SpecCluster):
         ----------
         text : str
             The line.
+        advice : Advice, optional
+            What the user can do. The text leads to it.
         """
-        now, text = datetime.now(), printable_lines(text)
-        self._cluster_manager_logs.append((now, text))
+        now, line = datetime.now(), printable_lines(text if advice is None else f"{text} {advice}")
+        self._cluster_manager_logs.append((now, line))
         if not self.quiet:
-            self._say(text)
+            output.say(text if advice is None else f"{text} {self._in_words(advice)}")
         if self.is_keeper:
-            write_own_log(self.options, self.place, now, text)
+            write_own_log(self.options, self.place, now, line)
 
-    def _say(self, text: str) -> None:
-        """Print a line for the user. A subclass may use other words."""
-        output.say(text)
+    def _in_words(self, advice: Advice) -> str:
+        """Return advice in the words of the place where this process prints."""
+        return str(advice)
 
 
 def close_all() -> None:

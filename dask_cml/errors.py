@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import shlex
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import ClassVar, ParamSpec, TypeVar
 
+from dask_cml.advice import Advice, UseOrDelete
 from dask_cml.output import get_logger
 from dask_cml.words import printable_lines
 
@@ -57,11 +57,31 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class CMLError(RuntimeError):
-    """An operation failed on CML or in a session. All errors of dask-cml are subclasses."""
+    """An operation failed on CML or in a session. All errors of dask-cml are subclasses.
+
+    Parameters
+    ----------
+    text : str
+        What failed, and why.
+    advice : Advice, optional
+        What the user can do. The text leads to it.
+    """
+
+    #: What is between the text and the advice.
+    joint: ClassVar[str] = " "
+
+    def __init__(self, text: str = "", advice: Advice | None = None) -> None:
+        super().__init__(text)
+        self.advice = advice
+
+    @property
+    def text(self) -> str:
+        """What failed, and why, without the advice."""
+        # It may be the text of a task, a log or the platform, and Python prints it into a terminal.
+        return printable_lines(super().__str__())
 
     def __str__(self) -> str:
-        # The text may be that of a task, a log or the platform, and Python prints it into a terminal.
-        return printable_lines(super().__str__())
+        return self.text if self.advice is None else f"{self.text}{self.joint}{self.advice}"
 
     def _render_traceback_(self) -> list[str]:
         return in_short(self)
@@ -82,13 +102,15 @@ class LaunchRefused(CMLError):
         CML's error message, or the limit.
     by : str
         Who refused it.
-    advice : str
-        What the user can do, in sentences.
+    advice : Advice, optional
+        What the user can do.
     """
 
-    def __init__(self, name: str, reason: str, by: str = "CML", advice: str = "") -> None:
-        super().__init__(f"{by} refused to launch {name}: {reason}" + (f"\n{advice}" if advice else ""))
-        self.name, self.reason, self.by, self.advice = name, reason, by, advice
+    joint = "\n"
+
+    def __init__(self, name: str, reason: str, by: str = "CML", advice: Advice | None = None) -> None:
+        super().__init__(f"{by} refused to launch {name}: {reason}", advice)
+        self.name, self.reason, self.by = name, reason, by
 
 
 class SessionFailed(CMLError):
@@ -112,11 +134,7 @@ class ClusterExists(CMLError):
 
     def __init__(self, name: str, why: str = "") -> None:
         doubt = f" ({why})" if why else ""
-        super().__init__(
-            f"a cluster named {name!r} exists already{doubt}: to connect to it, pass "
-            f"create_mode='create-or-connect' or call CMLCluster.from_name({name!r}); to delete it, run "
-            f"`dask cml delete {shlex.quote(name)}`"
-        )
+        super().__init__(f"a cluster named {name!r} exists already{doubt}:", UseOrDelete(name))
         self.name = name
 
 

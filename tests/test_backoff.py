@@ -9,6 +9,7 @@ import pytest
 from clusters import arrived, log_of, rebuild, simulate
 from simulated.testing import eventually, simulated
 
+from dask_cml.advice import Scale
 from dask_cml.core import backoff as module
 from dask_cml.core.backoff import Backoff
 from dask_cml.sessions.causes import Cause, Loss
@@ -32,7 +33,10 @@ def lines():
 
 @pytest.fixture
 def backoff(clock, lines):
-    return Backoff("cluster mine", lines.append, limit=5, quota_pause=60.0)
+    def log(text, advice=None):
+        lines.append(text if advice is None else f"{text} {advice}")
+
+    return Backoff("cluster mine", Scale("mine"), log, limit=5, quota_pause=60.0)
 
 
 def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_one(backoff, clock):

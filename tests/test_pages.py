@@ -282,6 +282,12 @@ async def test_a_refused_form_is_answered_with_the_reason(ask, texts, status, wo
     assert words in json.loads(answer.body)["error"]
 
 
+async def test_a_refused_form_is_answered_with_what_to_do_in_the_web_ui(ask):
+    answer = await ask("api/form", method="POST", body=json.dumps({"name": "etl"}))
+    words = "a cluster named 'etl' exists already: choose another name, or delete the cluster etl"
+    assert json.loads(answer.body)["error"] == words
+
+
 async def test_a_form_without_an_xsrf_token_is_refused():
     clusters = StandInClusters([])
     async with served(clusters, name="alice", may_change=True) as ask:

@@ -12,7 +12,7 @@ from dask_cml.timing import timing
 
 NO_FPGA = "3 tasks need FPGA=1, which no worker group offers"
 NO_GPU = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
-NO_GPU += "call cluster.scale(1, worker_group='gpu')"
+CALL = "call cluster.scale(1, worker_group='gpu')"
 
 
 def reported(cluster):
@@ -52,13 +52,13 @@ async def test_a_need_that_was_met_and_returns_is_reported_again(it):
     ):
         for i in range(2):
             future = client.submit(abs, i, resources={"GPU": 1})
-            await eventually(lambda: cluster.problem == NO_GPU)
+            await eventually(lambda: cluster.problem == f"{NO_GPU}scale it")
             cluster.scale(1, worker_group="gpu")
             assert await future == i
             await eventually(lambda: cluster.problem is None)
             cluster.scale(0, worker_group="gpu")
             await eventually(lambda: not cluster.workers)
-        assert reported(cluster) == [f"Cluster mine cannot run all tasks: {NO_GPU}"] * 2
+        assert reported(cluster) == [f"Cluster mine cannot run all tasks: {NO_GPU}{CALL}"] * 2
 
 
 @simulated

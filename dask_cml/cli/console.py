@@ -14,9 +14,10 @@ from typing import Any
 
 import click
 
-from dask_cml.advice import for_shell
+from dask_cml.advice import Advice, AskForLess, Scale, delete_command
 from dask_cml.errors import CMLError
-from dask_cml.words import first_line, printable, printable_lines, table
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.words import first_line, printable, table
 
 # Dask imports this with each of its commands, so functions import slow modules themselves.
 
@@ -35,10 +36,7 @@ class _Commands(click.Group):
         except BrokenPipeError:  # click knows what to do
             raise
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
-            text = for_shell(first_line_of(error), "NAME")
-            if advice := getattr(error, "advice", ""):
-                text += f"\n{for_shell(printable_lines(advice), 'NAME')}"
-            raise click.ClickException(text) from error
+            raise click.ClickException(words_of(error)) from error
         finally:
             show()
 
@@ -79,6 +77,38 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
     return printable(first_line(str(error))) or type(error).__name__
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's first line, and what a user can do in a shell."""
+    if isinstance(error, CMLError) and error.advice is not None:
+        text, advice = error.text, in_shell(error.advice)
+        if "\n" in f"{text}{error.joint}":
+            return f"{first_line_of(text)}\n{advice}"
+        return f"{text}{error.joint}{advice}"
+    return first_line_of(error)
+
+
+def in_shell(advice: Advice) -> str:
+    """Return what a user can do, as commands.
+
+    Examples
+    --------
+    >>> in_shell(Scale("lab", 1, group="gpu"))
+    'run `dask cml scale lab 1 --group gpu`'
+    """
+    if isinstance(advice, Scale):
+        cluster, n = shlex.quote(advice.cluster), "N" if advice.n is None else str(advice.n)
+        group = "" if advice.group == DEFAULT_GROUP else f" --group {shlex.quote(advice.group)}"
+        adapt = f" or `dask cml adapt {cluster} 0 10{group}`" if advice.or_adapt else ""
+        return f"run `dask cml scale {cluster} {n}{group}`{adapt}"
+    if isinstance(advice, AskForLess):
+        return (
+            "Ask for fewer or smaller workers. Or create the cluster with --n-workers 0 and run "
+            "`dask cml scale NAME N`: it launches as many as there is room for. To see what runs, run "
+            "`dask cml list`"
+        )
+    return f"to delete it, run `{delete_command(advice.cluster)}`"
 
 
 def echo(text: str = "", *, err: bool = False) -> None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.advice import for_shell
-from dask_cml.cli.console import cml, echo
+from dask_cml.cli.console import cml, echo, in_shell
 
 if TYPE_CHECKING:
+    from dask_cml.advice import Advice
     from dask_cml.options.option import Option
 
 
@@ -123,7 +123,6 @@ def create(new_name: str | None, **options: Any) -> None:
     """
     import dask.config
 
-    from dask_cml import output
     from dask_cml.cluster import CMLCluster
     from dask_cml.options.unattended import settings, unattended
     from dask_cml.sessions.here import lifetime
@@ -135,8 +134,8 @@ def create(new_name: str | None, **options: Any) -> None:
     class ShellCluster(CMLCluster):
         """A cluster whose words are read in a shell."""
 
-        def _say(self, text: str) -> None:
-            output.say(for_shell(text, self.options.name))
+        def _in_words(self, advice: Advice) -> str:
+            return in_shell(advice)
 
     values = given(options)
     # The name alone goes to standard output, for scripts.

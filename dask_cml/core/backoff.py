@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from dask_cml.advice import Scale
 from dask_cml.options.limits import describe
 from dask_cml.sessions.causes import Cause, Loss
 
@@ -25,8 +26,10 @@ class Backoff:
     ----------
     name : str
         The group's name in the log, such as ``cluster mine``.
+    scale : Scale
+        What a user can do after too many failures.
     log : callable
-        Called with every line for the user.
+        Called with every line for the user, and with what the user can do.
     limit : int
         Number of failures in a row after which no workers are launched (``cml.failure-limit``).
     quota_pause : float
@@ -34,7 +37,7 @@ class Backoff:
 
     Examples
     --------
-    >>> backoff = Backoff("cluster mine", print, limit=5, quota_pause=60.0)
+    >>> backoff = Backoff("cluster mine", Scale("mine"), print, limit=5, quota_pause=60.0)
     >>> backoff.failed("the worker's session 1 ended", 1)
     Worker failed: the worker's session 1 ended
     >>> backoff.words
@@ -43,9 +46,11 @@ class Backoff:
     >>> backoff.words
     """
 
-    def __init__(self, name: str, log: Callable[[str], None], limit: int, quota_pause: float) -> None:
+    def __init__(
+        self, name: str, scale: Scale, log: Callable[..., None], limit: int, quota_pause: float
+    ) -> None:
         self._name = name[0].upper() + name[1:]
-        self._log = log
+        self._scale, self._log = scale, log
         self._limit = limit
         self._quota_pause = quota_pause
         self._failures, self._pauses, self._not_before = 0, 0, 0.0
@@ -136,7 +141,7 @@ class Backoff:
 
     def _log_giving_up(self) -> None:
         if self.gave_up:
-            self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
+            self._log(f"{self._name} launches {self._failure}. To try again,", self._scale)
 
     def refused(self, granted: int, requested: int, reason: str) -> None:
         """Record that the platform launched only `granted` of the requested sessions."""

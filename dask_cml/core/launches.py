@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from dask_cml.advice import Scale
 from dask_cml.cancellation import cancel, gather_or_cancel
 from dask_cml.core.backoff import Backoff
 from dask_cml.core.interface import Cluster
@@ -67,7 +68,8 @@ class Launches:
             cluster = self._cluster
             of_group = "" if group == DEFAULT_GROUP else f"group {group} of "
             name = f"{of_group}cluster {cluster.options.name}"
-            self._backoffs[group] = Backoff(name, cluster.tell, self._failure_limit, self._quota_pause)
+            scale = Scale(cluster.options.name, group=group)
+            self._backoffs[group] = Backoff(name, scale, cluster.tell, self._failure_limit, self._quota_pause)
         return self._backoffs[group]
 
     def begin_anew(self, group: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dask_cml.advice import Scale
 from dask_cml.core.demand import Demand
 from dask_cml.core.interface import Cluster
-from dask_cml.core.policy import unrunnable
+from dask_cml.core.policy import Unrunnable, unrunnable
 from dask_cml.core.processes import Processes
 from dask_cml.output import Logger
 from dask_cml.timing import timing
@@ -52,14 +53,17 @@ class Messages:
             If the scheduler does not answer.
         """
         cluster = self._cluster
-        lines = {**self._queued(), **cluster.sharing.news()}
-        unrunnable_tasks = await self._find_unrunnable()
-        self.unrunnable = "; ".join(unrunnable_tasks.values()) or None
+        lines: dict[str, tuple[str, Scale | None]] = {}
+        for subject, line in {**self._queued(), **cluster.sharing.news()}.items():
+            lines[subject] = line, None
+        found = await self._find_unrunnable()
+        self.unrunnable = "; ".join(tasks.problem for tasks in found.values()) or None
         # The numbers of tasks change often, so a reason is logged once.
-        lines |= {reason: f" cannot run all tasks: {text}" for reason, text in unrunnable_tasks.items()}
-        for subject, line in lines.items():
+        for reason, tasks in found.items():
+            lines[reason] = f" cannot run all tasks: {tasks.words}", tasks.scale
+        for subject, (line, scale) in lines.items():
             if subject not in self._logged:
-                cluster.tell(f"Cluster {cluster.options.name}{line}")
+                cluster.tell(f"Cluster {cluster.options.name}{line}", scale)
         self._logged = {*lines}
 
     def _queued(self) -> dict[str, str]:
@@ -72,8 +76,8 @@ class Messages:
         # The platform may tell the reason later, and in words that change.
         return {"queued, with a reason": f"{line}: {reason}"} if reason else {"queued": line}
 
-    async def _find_unrunnable(self) -> dict[str, str]:
-        """Return descriptions of the tasks that no worker can run, now or later, by their reasons."""
+    async def _find_unrunnable(self) -> dict[str, Unrunnable]:
+        """Return the tasks that no worker can run, now or later, by their reasons."""
         cluster = self._cluster
         snapshot = await self._demand.snapshot(max_age=timing.look)
         expected: set[str] = set()
@@ -83,7 +87,7 @@ class Messages:
                 expected |= {address, str(info["name"]), str(info.get("host"))}
             for name, dask_names in cluster.groups.dask_workers().items():
                 expected |= {name, *dask_names}
-        return unrunnable(snapshot, expected)
+        return unrunnable(snapshot, expected, cluster.options.name)
 
     async def tell_outage(self) -> None:
         """Log once that the platform does not answer, and once that it does again."""

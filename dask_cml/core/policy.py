@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dask_cml.advice import Scale
 from dask_cml.core.work import Work, slots
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
@@ -251,8 +252,29 @@ def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
     return 0
 
 
-def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
-    """Return descriptions of the tasks that no present or future worker can run, by their reasons.
+@dataclass(frozen=True)
+class Unrunnable:
+    """Tasks that no present or future worker can run.
+
+    Parameters
+    ----------
+    words : str
+        How many, and why.
+    scale : Scale, optional
+        The worker group to scale, so that it can run them.
+    """
+
+    words: str
+    scale: Scale | None = None
+
+    @property
+    def problem(self) -> str:
+        """The problem as a clause, in words for all places."""
+        return self.words if self.scale is None else f"{self.words} scale it"
+
+
+def unrunnable(snapshot: Snapshot, expected: Collection[str], cluster: str) -> dict[str, Unrunnable]:
+    """Return the tasks that no present or future worker can run, by their reasons.
 
     Parameters
     ----------
@@ -260,40 +282,38 @@ def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
         The tasks and the groups.
     expected : collection of str
         The names and addresses of all wanted workers.
+    cluster : str
+        The name of the cluster.
 
     Examples
     --------
     >>> snapshot = Snapshot([Work({"FPGA": 1}, tasks=3, seconds=1.5, unrunnable=3)], [Supply("default")])
-    >>> [*unrunnable(snapshot, []).values()]
+    >>> [tasks.words for tasks in unrunnable(snapshot, [], "mine").values()]
     ['3 tasks need FPGA=1, which no worker group offers']
     """
-    descriptions: dict[str, str] = {}
+    found: dict[str, Unrunnable] = {}
     has_workers = any(supply.adapts or supply.target or supply.sessions for supply in snapshot.supplies)
     for work in snapshot.work:
         if work.tasks and not work.resources and not has_workers:
             verb = "waits" if work.tasks == 1 else "wait"
-            reason = "but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
-            descriptions[reason] = f"{_tasks(work.tasks)} {verb}, {reason}"
-        why = _why_unrunnable(snapshot, work.resources) if work.unrunnable and work.resources else None
-        if why:
-            n = work.unrunnable
+            reason = "but the cluster has no workers:"
+            found[reason] = Unrunnable(
+                f"{_tasks(work.tasks)} {verb}, {reason}", Scale(cluster, or_adapt=True)
+            )
+        able = snapshot.able(work.resources)
+        if work.unrunnable and work.resources and not any(supply.adapts or supply.target for supply in able):
+            n, why, advice = work.unrunnable, ", which no worker group offers", None
+            if able:
+                group = able[0].name
+                why = f"; worker group {group} offers it, but has no workers:"
+                advice = Scale(cluster, 1, group)
             reason = ", ".join(f"{name}={need:g}" for name, need in work.resources.items()) + why
-            descriptions[reason] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {reason}"
+            found[reason] = Unrunnable(f"{_tasks(n)} {'needs' if n == 1 else 'need'} {reason}", advice)
     for names, n in snapshot.restricted.items():
         if not any(name in expected for name in names):
             reason = f"restricted to {' or '.join(names)}, which the cluster does not have"
-            descriptions[reason] = f"{_tasks(n)} {'is' if n == 1 else 'are'} {reason}"
-    return descriptions
-
-
-def _why_unrunnable(snapshot: Snapshot, needs: Mapping[str, float]) -> str | None:
-    able = snapshot.able(needs)
-    if any(supply.adapts or supply.target for supply in able):
-        return None
-    if not able:
-        return ", which no worker group offers"
-    command = f"cluster.scale(1, worker_group={able[0].name!r})"
-    return f"; worker group {able[0].name} offers it, but has no workers: call {command}"
+            found[reason] = Unrunnable(f"{_tasks(n)} {'is' if n == 1 else 'are'} {reason}")
+    return found
 
 
 def _tasks(n: float) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from distributed.core import Status
 
-from dask_cml.advice import for_web_ui
 from dask_cml.checks import web_link
 from dask_cml.cluster import CMLCluster, WorkerGroup
 from dask_cml.display import describe, status_of
@@ -76,7 +75,7 @@ def unconnected(
         "session_hours": None if usage is None else usage.total.hours,
         "status": status,
         "words": status,
-        "problem": None if problem is None else for_web_ui(problem),
+        "problem": problem,
         "groups": [],
         "n_workers": sum(key != SCHEDULER for key in record.sessions.values()),
         "n_arrived": 0,
