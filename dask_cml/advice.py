@@ -45,6 +45,16 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Close:
+    """End a cluster."""
+
+    cluster: str
+
+    def __str__(self) -> str:
+        return "call cluster.close()"
+
+
+@dataclass(frozen=True)
 class AskForLess:
     """Create a cluster of fewer or smaller workers, or launch the workers later."""
 
@@ -70,7 +80,7 @@ class UseOrDelete:
 
 
 #: What a user can do.
-Advice: TypeAlias = Scale | AskForLess | UseOrDelete
+Advice: TypeAlias = Scale | Close | AskForLess | UseOrDelete
 
 
 def delete_command(cluster: str) -> str:

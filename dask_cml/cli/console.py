@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from dask_cml.advice import Advice, AskForLess, Scale, delete_command
+from dask_cml.advice import Advice, AskForLess, Close, Scale, delete_command
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import first_line, printable, table
@@ -108,6 +108,8 @@ def in_shell(advice: Advice) -> str:
             "`dask cml scale NAME N`: it launches as many as there is room for. To see what runs, run "
             "`dask cml list`"
         )
+    if isinstance(advice, Close):
+        return f"run `{delete_command(advice.cluster)}`"
     return f"to delete it, run `{delete_command(advice.cluster)}`"
 
 

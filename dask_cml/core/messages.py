@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_cml.advice import Scale
+from dask_cml.advice import Close, Scale
 from dask_cml.core.demand import Demand
 from dask_cml.core.interface import Cluster
 from dask_cml.core.policy import Unrunnable, unrunnable
@@ -96,20 +96,23 @@ class Messages:
         refused_before, self._key_refused = self._key_refused, cluster.api.key_refused
         if self.outage and self._key_refused:
             if not refused_before:
-                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {await self._what_runs()}")
+                what_runs = await self._what_runs()
+                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {what_runs}", Close(name))
         elif self.outage and not before:
             logger.warning("Cannot manage cluster %s: %s", name, self.outage)
         elif before and not self.outage:
             logger.warning("Managing cluster %s again", name)
 
     async def _what_runs(self) -> str:
-        """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
+        """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped.
+
+        They lead to the advice to close the cluster.
+        """
         ends = await self._cluster.sharing.ends()
         n = len([process for process in self._processes.launched if not process.has_ended])
         noun = "session" if n == 1 else "sessions"
         they_end = f" They end {', or '.join(ends)}." if ends else ""
         return (
             f"Until then, this process launches and stops no session. The cluster's {n} {noun} and its tasks "
-            f"run on.{they_end} To end them now, call cluster.close(): the scheduler tells their programs to "
-            "exit"
+            f"run on.{they_end} The scheduler can tell their programs to exit. To end them now,"
         )
