@@ -64,6 +64,7 @@ async def test_scale_down_takes_names_of_workers(it):
         await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_twice_and_at_once(it):
     cluster = await simulate(n_workers=1)
@@ -157,6 +158,7 @@ async def test_a_block_that_is_thrown_away_with_its_event_loop_leaves_no_warning
     await cluster.close()
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_during_the_start(it):
     it.platform.doom("silent", times=3)
@@ -178,6 +180,7 @@ async def enter(cluster):
         pytest.fail("the block has begun")
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @pytest.mark.parametrize("start", [wait_for, enter])
 @simulated
 async def test_a_cancelled_start_leaves_no_session(it, start):
@@ -190,6 +193,7 @@ async def test_a_cancelled_start_leaves_no_session(it, start):
     assert not it.platform.running
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_during_scale(it):
     cluster = await simulate()
@@ -200,6 +204,7 @@ async def test_close_during_scale(it):
     assert not it.platform.running
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_with_a_dead_scheduler(it):
     cluster = await simulate(n_workers=1)
@@ -210,6 +215,7 @@ async def test_close_with_a_dead_scheduler(it):
     assert not it.platform.running
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_a_cluster_whose_scheduler_was_lost_shuts_down_with_a_reason(it):
     with dask.config.set({"cml.scheduler-restarts": 0}):
@@ -220,6 +226,7 @@ async def test_a_cluster_whose_scheduler_was_lost_shuts_down_with_a_reason(it):
     assert session in lines_of(cluster)[-1]
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_an_idle_cluster_shuts_down(it):
     cluster = await simulate(n_workers=1, idle_timeout="5s")
@@ -247,6 +254,7 @@ async def test_a_cluster_that_shut_itself_down_leaves_no_forwarder_and_no_silenc
         logging.getLogger("distributed").removeHandler(handler)
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_wait_for_workers_fails_when_the_cluster_has_ended(it):
     cluster = await simulate(idle_timeout="5s")
@@ -254,6 +262,7 @@ async def test_wait_for_workers_fails_when_the_cluster_has_ended(it):
         await cluster.wait_for_workers(1)
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_wait_for_workers_fails_after_its_timeout(it):
     async with simulate() as cluster:
@@ -273,6 +282,7 @@ async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
         assert time.monotonic() - begin < 25  # Dask tries to connect for 30 s
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_wait_for_workers_counts_no_paused_workers(it):
     async with simulate(n_workers=1) as cluster:
@@ -307,6 +317,7 @@ def test_an_asynchronous_cluster_needs_an_event_loop(platform):
         CMLCluster(platform="local", asynchronous=True)
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_an_exception_in_the_block_closes_the_cluster(it):
     with pytest.raises(ZeroDivisionError):
@@ -316,6 +327,7 @@ async def test_an_exception_in_the_block_closes_the_cluster(it):
     assert not it.platform.running
 
 
+@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_the_loop_is_never_blocked_by_a_call_of_the_api(it):
     async with simulate(n_workers=2) as cluster:

@@ -11,6 +11,8 @@ from distributed import Client, Worker
 from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
 
+pytestmark = pytest.mark.usefixtures("slowly_alone")
+
 PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
 
 

@@ -17,7 +17,6 @@ from dask_cml.core.folder import fill_folder, make_keys, new_folder, remove_fold
 from dask_cml.errors import CMLError
 from dask_cml.options import Options
 from dask_cml.output import Logger
-from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
@@ -185,7 +184,7 @@ class Alone:
                     self._end_by_itself(why)
                     return
                 await cluster.connection.subscribe()
-            except (*NO_ANSWER, CMLError) as error:  # it may answer later
+            except Exception as error:  # it may answer later, and Dask's errors vary
                 logger.info("Scheduler of cluster %s not reached: %r", cluster.options.name, error)
 
     async def _why_lost(self) -> str | None:
