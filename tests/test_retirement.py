@@ -10,6 +10,8 @@ from clusters import arrived, lines_of, log_of, rebuild, scheduler_of, simulate,
 from distributed import Client
 from simulated.testing import eventually, simulated
 
+from dask_cml.core import retirement
+
 PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
 
 
@@ -98,6 +100,33 @@ async def test_the_only_data_moves_to_a_worker_of_another_group_that_connects_la
         cluster.scale(0, worker_group="big")
         await eventually(lambda: {*cluster.workers} == {"mine-0"} and not cluster.problem)
         assert await data == "data"
+
+
+@simulated
+async def test_many_workers_leave_a_few_at_a_time_after_all_have_moved_their_data(it, monkeypatch):
+    """The scheduler tells all workers of each one that leaves, and is held meanwhile."""
+    monkeypatch.setattr(retirement, "_AT_ONCE", 2)
+    async with (
+        simulate(name="mine", n_workers=6) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: arrived(cluster) == 6)
+        data = await client.scatter([f"data {i}" for i in range(12)])
+        holding = {name for names in (await client.who_has(data)).values() for name in names}
+        assert len(holding) == 6
+        handlers = scheduler_of(it, cluster).handlers
+        retire, calls = handlers["retire_workers"], []
+
+        async def note(names, **arguments):
+            calls.append((len(names), arguments.get("remove", True)))
+            return await retire(names=names, **arguments)
+
+        handlers["retire_workers"] = note
+        cluster.scale(1)
+        await eventually(lambda: len(cluster.workers) == 1)
+        assert calls == [(5, False), (2, True), (2, True), (1, True)]
+        assert await client.gather(data) == [f"data {i}" for i in range(12)]
+        assert len(dask_names(cluster)) == 1
 
 
 @pytest.mark.usefixtures("slowly_alone")

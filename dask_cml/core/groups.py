@@ -122,7 +122,7 @@ class Groups:
         """
         with self.lock:
             before = self._known
-            self._known = {name: self.group_of(name) for name in [*self._cluster.worker_spec]}
+            self._known = self.wanted()
             closed = {name: group for name, group in before.items() if name not in self._known}
             return closed, {name: group for name, group in self._known.items() if name not in before}
 
@@ -271,10 +271,10 @@ class Groups:
                 if spec is None:  # a user has removed it by hand in another thread
                     continue
                 given = spec.get("options", {})
-                if not is_of_session(spec) or spec["cls"] not in classes:
-                    differences[name] = None
-                elif given == ordinary:
+                if given == ordinary and spec["cls"] in classes:
                     differences[name] = {}
+                elif not is_of_session(spec) or spec["cls"] not in classes:
+                    differences[name] = None
                 else:
                     known, difference = self._own.get(name, ({}, None))
                     if given != known:
@@ -344,8 +344,15 @@ class Groups:
 
     def workers(self, group: str | None = None) -> list[str]:
         """Return the names of the wanted workers of a group, or of all, the oldest first."""
+        if group is None:
+            return [*self._cluster.worker_spec]
         specs = [*self._cluster.worker_spec.items()]
-        return [name for name, spec in specs if group in (None, spec.get("worker_group", DEFAULT_GROUP))]
+        return [name for name, spec in specs if spec.get("worker_group", DEFAULT_GROUP) == group]
+
+    def wanted(self) -> dict[str, str]:
+        """Return the groups of the wanted workers by their names, the oldest first."""
+        specs = [*self._cluster.worker_spec.items()]
+        return {name: spec.get("worker_group", DEFAULT_GROUP) for name, spec in specs}
 
     def dask_workers(self, group: str | None = None) -> dict[str, list[str]]:
         """Return the names of the Dask workers of the wanted workers of a group, or of all."""

@@ -44,7 +44,7 @@ class Processes:
         scheduler = self._cluster.scheduler
         processes: list[CMLProcess] = [scheduler] if isinstance(scheduler, CMLProcess) else []
         processes += self.workers()
-        return [process for process in processes if process.session_id]
+        return [process for process in processes if process.info.get("id")]
 
     def workers(self) -> list[CMLWorker]:
         """Return the workers on sessions of the platform, wanted or not."""
@@ -58,7 +58,8 @@ class Processes:
 
     def wanted(self, group: str | None = None) -> list[CMLWorker]:
         """Return the wanted workers that were launched, of one group or of all."""
-        names = {*self._cluster.groups.workers(group)}
+        spec = self._cluster.worker_spec
+        names = spec if group is None else {*self._cluster.groups.workers(group)}
         return [worker for worker in self.workers() if worker.name in names]
 
     def arrived(self, group: str | None = None) -> set[str]:
@@ -76,7 +77,7 @@ class Processes:
     def queued(self, group: str | None = None) -> list[CMLWorker]:
         """Return the wanted workers that are queued."""
         workers = self.wanted(group)
-        return [worker for worker in workers if worker.waits_for is not None and not worker.seen]
+        return [worker for worker in workers if not worker.seen and worker.waits_for is not None]
 
     def waits(self, group: str | None = None) -> list[float]:
         """Return how long the wanted workers that are queued have waited, in seconds."""

@@ -29,6 +29,8 @@ logger = Logger(__name__)
 
 #: Maximum time for workers to move their data, in seconds. Their keeper watches them meanwhile.
 _NO_LIMIT = 7 * 24 * 3600.0
+#: Dask workers that leave at once. The scheduler tells all others of each one, and is held meanwhile.
+_AT_ONCE = 100
 
 
 class Retirements:
@@ -125,12 +127,9 @@ class Retirements:
                 sessions[name] = worker.name
         watching = asyncio.create_task(self._watch(workers, sessions))
         try:
-            # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
-            # closed with their data.
-            retired = await self._cluster.ask("retire_workers", _NO_LIMIT, names=sorted(sessions))
+            left = sessions.keys() - await self._retire_from_dask(sorted(sessions))
         finally:
             await cancel(watching)
-        left = sessions.keys() - {str(info["name"]) for info in retired.values()}
         held = await self._cluster.ask(protocol.HELD, names=sorted(left)) if left else {}
         holding = {sessions[name] for name in left & held.keys() if held[name]["nbytes"]}
         if holding:
@@ -139,6 +138,21 @@ class Retirements:
                 listing = await self._cluster.api.sessions()
                 holding -= {worker.name for worker in workers if worker.update(listing)}
         return holding
+
+    async def _retire_from_dask(self, names: Sequence[str]) -> set[str]:
+        """Let the scheduler move the data of Dask workers, and forget them. Return the forgotten ones."""
+        if len(names) <= _AT_ONCE:
+            return await self._ask_to_retire(names)
+        # First no worker that leaves takes new tasks or the data of others. Then they leave a few at a time.
+        retired = sorted(await self._ask_to_retire(names, remove=False))
+        parts = [retired[i : i + _AT_ONCE] for i in range(0, len(retired), _AT_ONCE)]
+        return {name for part in parts for name in await self._ask_to_retire(part)}
+
+    async def _ask_to_retire(self, names: Sequence[str], **arguments: Any) -> set[str]:
+        # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
+        # closed with their data.
+        retired = await self._cluster.ask("retire_workers", _NO_LIMIT, names=names, **arguments)
+        return {str(info["name"]) for info in retired.values()}
 
     async def _watch(self, workers: Sequence[CMLWorker], sessions: Mapping[str, str]) -> None:
         """Log which workers move their data slowly, and abandon workers that fall silent.

@@ -67,7 +67,7 @@ class View:
     @property
     def unused(self) -> dict[str, str]:
         """The sessions without a process, such as the engines of refused launches, and their names."""
-        used = {str(process.session_id) for process in self._processes.launched}
+        used = {process.info["id"] for process in self._processes.launched}
         return {
             session: name
             for session, name in [*self._cluster.api.live.items()]

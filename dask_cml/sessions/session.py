@@ -195,7 +195,7 @@ class CMLProcess(ProcessInterface):
     @property
     def session(self) -> Session | None:
         """The session by its last known state. None before the launch."""
-        if self.session_id is None:
+        if self.info.get("id") is None:
             return None
         # A keeper of thousands of sessions asks for all of them in every look, and few have changed.
         state = (self.info, self.status, self.since, self.owner, self.waits_for)
@@ -243,6 +243,8 @@ class CMLProcess(ProcessInterface):
     @property
     def waits_for(self) -> float | None:
         """Time for which the session has been queued, in seconds. None if it is not queued yet."""
+        if self._has_run:  # as most sessions have
+            return None
         if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
             return None
         waited = time.monotonic() - self.launched_at

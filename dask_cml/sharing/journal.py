@@ -111,7 +111,8 @@ class Journal:
                 waiting.add(session)
             if session in self._waiting and process.is_listed and not process.is_scheduling:
                 begun.add(session)
-            if process.loss is not None or time_of(process.info, "finished_at") is not None:
+            has_end = process.info.get("finished_at") and time_of(process.info, "finished_at") is not None
+            if process.loss is not None or has_end:
                 self._ends[session] = _end_of(process)
         stopped = {*self._api.stopped}
         facts = [fact(session, "waits") for session in (waiting & sessions.keys()) - self._waiting]

@@ -173,7 +173,7 @@ class Keeper:
             closed = [name for name in board.closing if name in self._closed]
             report = Report.of(
                 view.sessions,
-                wanted={name: self._cluster.groups.group_of(name) for name in self._cluster.groups.workers()},
+                wanted=self._cluster.groups.wanted(),
                 problem=view.problem,
                 gave_up=view.gave_up,
                 shortages=view.shortages,
