@@ -393,11 +393,17 @@ def test_only_links_of_the_web_are_shown(url):
 # -- Ctrl-C
 
 
+async def cancel_once(task):
+    """Do the same as ``asyncio.run`` after Ctrl-C. A second cancellation would not wait for the end."""
+    task.cancel()
+    await asyncio.wait([task])
+
+
 async def test_a_cancelled_start_says_how_many_sessions_were_stopped(platform, holds, capsys):
     platform.configure(start_delay=60)
     starting = asyncio.ensure_future(CMLCluster(n_workers=2, platform="local", asynchronous=True))
     await holds(lambda: len(platform.sessions()) == 3)
-    await cancel(starting)
+    await cancel_once(starting)
     platform.configure(start_delay=0)
     assert re.fullmatch(r"Interrupted: \d sessions? stopped\n", capsys.readouterr().err)
     assert all(session["stop_requested"] for session in platform.sessions())
@@ -416,7 +422,7 @@ class InterruptedCluster(CMLCluster):
         starting = asyncio.ensure_future(self._start())
         while len(self.api.launched) < 3:
             await asyncio.sleep(0.01)
-        await cancel(starting)
+        await cancel_once(starting)
 
 
 def test_an_interrupted_constructor_says_once_how_many_sessions_were_stopped(platform, capsys):
