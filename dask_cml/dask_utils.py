@@ -25,10 +25,9 @@ from distributed.utils import LoopRunner
 
 from dask_cml.cancellation import gather_or_cancel
 from dask_cml.checks import gibibytes, integer, message, positive
+from dask_cml.core.folder import new_folder
 from dask_cml.errors import CMLError, SessionFailed
-from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import Options, state_directory
-from dask_cml.private_files import make_folder
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place
@@ -268,9 +267,7 @@ def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awaitable[
     """Launch sessions in a new folder. Stop them after an error only."""
     api, folder = WorkersAPI(load_platform(options.platform)), state_directory() / options.name
     try:
-        make_folder(folder.parent)
-        make_folder(folder)
-        make_folder(folder / LOGS_FOLDER)
+        new_folder(folder)
         # In a thread, because the caller, such as a notebook, may be in an event loop itself.
         result = LoopRunner().run_sync(start, api, Place(folder))
     except BaseException:  # also Ctrl-C

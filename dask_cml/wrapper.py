@@ -285,7 +285,8 @@ def _start(
     try:
         _create(os.path.join(folder, "started", name), session)
     except FileNotFoundError:
-        return "its cluster was deleted"
+        if record is not None:  # else the folder may hold no names
+            return "its cluster was deleted"
     except FileExistsError:
         return "another session has its name"
     except OSError as error:

@@ -10,10 +10,12 @@ import contextlib
 import functools
 import os
 
+import dask
 import pytest
 from clusters import AloneCluster, arrived, log_of, make, simulate, target
 from distributed import Client
 from distributed.core import Status
+from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 from test_traps import SCENARIOS, names, play, session_of
 
@@ -149,6 +151,21 @@ async def test_a_broken_connection_to_the_scheduler_is_made_again(it):
         await eventually(lambda: cluster.sharing.is_connected)
         cluster.scale(2)
         await eventually(lambda: arrived(cluster) == 2)
+
+
+@simulated
+async def test_a_launch_whose_answer_is_lost_brings_no_second_scheduler_or_worker(it):
+    with dask.config.set({"cml.api.timeout": "2s"}):
+        it.platform.plan("launch_workers", Mishap(after=600.0))
+        async with alone(n_workers=1) as cluster:
+            await eventually(lambda: arrived(cluster) == 1)
+            it.platform.plan("launch_workers", Mishap(after=600.0))
+            cluster.scale(2)
+            await eventually(lambda: arrived(cluster) == 2)
+            await eventually(lambda: len(it.platform.live) == 3)
+            known = {session.id for session in cluster.sessions}
+            assert {*it.platform.live} == known
+        assert it.sessions.doubles == []
 
 
 # -- scaling

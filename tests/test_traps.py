@@ -14,6 +14,7 @@ from distributed.deploy.spec import SpecCluster
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, LaunchRefused
+from dask_cml.core.folder import new_folder
 from dask_cml.options import Options, state_directory
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
@@ -28,7 +29,7 @@ class PlainCluster(SpecCluster):
     def __init__(self, module, n_workers=0, **options):
         options = Options.read(**options)
         folder = state_directory() / options.name
-        folder.mkdir(parents=True)
+        new_folder(folder)
         self.api = WorkersAPI(module)
         self.options = options
         shared = {"api": self.api, "options": options, "place": Place(folder)}

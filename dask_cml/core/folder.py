@@ -13,7 +13,7 @@ from typing import Any
 from distributed.security import Security
 
 from dask_cml.errors import ClusterExists
-from dask_cml.layout import LOGS_FOLDER
+from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options
 from dask_cml.options.limits import check_new
 from dask_cml.private_files import make_folder
@@ -73,7 +73,8 @@ def new_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         raise ClusterExists(folder.name) from None
-    make_folder(folder / LOGS_FOLDER)
+    for name in (STARTED_FOLDER, LOGS_FOLDER):
+        make_folder(folder / name)
 
 
 def remove_folder(folder: Path) -> None:

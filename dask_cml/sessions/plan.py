@@ -282,12 +282,13 @@ def _plan(
         title += f" {place.record[:_ID_LENGTH]}"
         if key == SCHEDULER and place.number:  # the platform may still list the scheduler before
             title += f"-{place.number}"
-        session |= {"name": quote(started, safe=""), "entry": form(key, options.name, size, group)}
+        session |= {"entry": form(key, options.name, size, group)}
         session |= {"record": place.record, "next_board": board_file(place.number + 1)}
     log = log_path(name, place.folder, options.log_directory)
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
+    session["name"] = quote(started, safe="")
     session["scheduler_file"] = scheduler_file(place.number)
     session["command"] = command + arguments
     code = wrapper.code(f"{role} of the Dask cluster {options.name!r}", session)

@@ -104,15 +104,17 @@ class CMLScheduler(CMLProcess):
             if not self.update(listing):
                 continue
             ended = self.session_id
-            try:
-                self._take(
-                    await asyncio.to_thread(_read_started, self.place, f"{SCHEDULER}-{self.place.number}")
-                )
-            except (OSError, ValueError, CMLError) as error:  # it is read again until the answer is late
-                logger.info("Session of the scheduler not read: %r", error)
-                continue
-            if self.session_id == ended:
+            if await self._take_started() and self.session_id == ended:
                 raise SessionFailed(await self.failure("ended before its scheduler answered"))
+
+    async def _take_started(self) -> bool:
+        """Take the session that has taken the scheduler's name. Return False if it cannot be read now."""
+        try:
+            self._take(await asyncio.to_thread(_read_started, self.place, f"{SCHEDULER}-{self.place.number}"))
+        except (OSError, ValueError, CMLError) as error:  # it is read again until the answer is late
+            logger.info("Session of the scheduler not read: %r", error)
+            return False
+        return True
 
     def _take(self, session: object) -> None:
         """Take the session in which the scheduler runs, perhaps that of a launch whose answer was lost."""
@@ -169,8 +171,11 @@ class CMLScheduler(CMLProcess):
         except Exception as error:  # a program at this address may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False
-        if record is None or not isinstance(answer, dict):
-            return record is None
+        if record is None:
+            await self._take_started()
+            return True
+        if not isinstance(answer, dict):
+            return False
         if (answer.get("record"), answer.get("number")) != (record, self.place.number):
             return False
         self._take(answer.get("session"))

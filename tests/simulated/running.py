@@ -192,7 +192,7 @@ class RunningSessions:
             return
         if "name" in arguments:
             names = ("folder", "name", "entry", "record", "scheduler_file", "next_board")
-            taking = [arguments[name] for name in names]
+            taking = [arguments.get(name) for name in names]
             if await asyncio.to_thread(wrapper._start, *taking):
                 return
         command = arguments["command"]
