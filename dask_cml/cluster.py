@@ -882,13 +882,15 @@ class CMLCluster(SpecCluster):
         elif not self.launches.under_way:
             self.api.settle("launch")
 
-    async def launch_worker(self, name: str) -> None:
+    async def launch_worker(self, name: str, worker: Any = None) -> None:
         """Launch the session of a wanted worker, as its spec says: :meth:`CMLWorker.start` does.
 
         Parameters
         ----------
         name : str
             Its name in ``worker_spec``.
+        worker : ProcessInterface, optional
+            The worker. Default: a new one.
 
         Raises
         ------
@@ -898,7 +900,8 @@ class CMLCluster(SpecCluster):
         spec = self.worker_spec.get(name)
         if spec is None:  # a user has scaled down in another thread
             return
-        worker = self.make_worker(name, spec)
+        if worker is None:
+            worker = self.make_worker(name, spec)
         await worker
         if name not in self.workers:  # else its session was found meanwhile
             await self.attach(name, worker)

@@ -240,7 +240,7 @@ class StartDisplay:
     def rows(self) -> list[Row]:
         """Return a row for each session, the scheduler's first. The last row counts further sessions."""
         sessions: list[tuple[str, Any]] = [(self._scheduler.name, self._scheduler)]
-        sessions += [(name, self._workers.get(name)) for name in self._names]
+        sessions += [(str(name), self._workers.get(name)) for name in self._names]  # of a subclass: any
         n = _MOST_ROWS if len(sessions) <= _MOST_ROWS else _MOST_ROWS - 1
         connected = self._connected()
         rows = [self._row(name, process, connected) for name, process in sessions[:n]]

@@ -520,6 +520,16 @@ async def test_a_start_fails_with_the_error_of_its_worker(it):
 
 @pytest.mark.usefixtures("shared_or_alone")
 @simulated
+async def test_nothing_is_launched_for_an_invalid_spec(it):
+    cluster = simulate(name="mine", n_workers=1)
+    cluster.worker_spec["broken"] = {"cls": "no_such_module.Worker"}
+    with pytest.raises(ImportError):
+        await cluster
+    assert it.platform.all == {}
+
+
+@pytest.mark.usefixtures("shared_or_alone")
+@simulated
 async def test_a_worker_that_cannot_start_later_is_tried_again_and_reported(it):
     async with simulate(name="mine", n_workers=1) as cluster:
         cluster.worker_spec["broken"] = {"cls": Broken}
@@ -579,6 +589,14 @@ async def test_plan_requested_and_observed_differ_while_workers_start(it):
         await eventually(lambda: cluster.requested == cluster.plan)
         assert cluster.observed == set()
         await eventually(lambda: cluster.observed == cluster.plan)
+
+
+@pytest.mark.usefixtures("shared_or_alone")
+@simulated
+async def test_the_launch_of_a_worker_that_nobody_wants_any_more_launches_nothing(it):
+    async with simulate(name="mine") as cluster:
+        await cluster.launch_worker("mine-0")  # which another thread has dropped a moment before
+        assert it.platform.count("launch_workers") == 1
 
 
 @pytest.mark.usefixtures("shared_or_alone")

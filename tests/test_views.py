@@ -25,7 +25,7 @@ from testbed import faults
 from dask_cml import CMLCluster
 from dask_cml import display as screens
 from dask_cml.cancellation import cancel
-from dask_cml.display import StartDisplay
+from dask_cml.display import StartDisplay, as_lines
 from dask_cml.errors import LaunchRefused
 from dask_cml.options import SessionSize
 from dask_cml.records.record import Record, SchedulerState
@@ -115,6 +115,11 @@ def test_many_sessions_are_counted_in_one_row(clock):
     *rows, last = display.rows()
     assert [row[0] for row in rows] == [f"c-{n}" for n in range(11)]
     assert last == ("919 more", "", "489 connected, 400 running, 30 queued", "")
+
+
+def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
+    display = StartDisplay("c", process(0), [0], {}, lambda: ())
+    assert as_lines("", display.rows())[2].split() == ["0", "not", "launched", "yet"]
 
 
 # -- the display

@@ -73,7 +73,7 @@ class Cluster(Protocol):
     async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`dask_cml.rpc.ask`."""
 
-    async def launch_worker(self, name: str) -> None:
+    async def launch_worker(self, name: str, worker: Any = None) -> None:
         """Launch the session of a wanted worker."""
 
     def make_worker(self, name: str, spec: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from distributed.utils import import_term
@@ -67,14 +67,17 @@ class Start:
         cluster = self._cluster
         scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**cluster.scheduler_spec["options"])
         cluster.scheduler = scheduler
-        names = [*cluster.worker_spec]  # a user may scale meanwhile
+        specs = dict(cluster.worker_spec)  # a user may scale meanwhile
         left, why = await cluster.sharing.left_for_user(0)
-        if strict and left < 1 + len(names):
+        if strict and left < 1 + len(specs):
             raise LaunchRefused(scheduler.name, why, by="dask-cml")
+        workers: dict[str, Any] = {}
+        if strict:  # before the scheduler's session is launched: a spec may be invalid
+            workers = {name: cluster.make_worker(name, spec) for name, spec in specs.items()}
         shown = None
         if display:
             shown = StartDisplay(
-                cluster.options.name, scheduler, names, cluster.workers, self._processes.arrived
+                cluster.options.name, scheduler, specs.keys(), cluster.workers, self._processes.arrived
             )
         showing = asyncio.create_task(shown.run()) if shown else None
         watching: asyncio.Task[None] | None = None
@@ -92,7 +95,7 @@ class Start:
             await cluster.sharing.note(self._processes.launched)
             watching = asyncio.create_task(self._watch())
             launching = (
-                self._launch_strictly(names)
+                self._launch_strictly(workers)
                 if strict
                 else self._launches.start(self._launches.ready, unasked=True)
             )
@@ -123,14 +126,14 @@ class Start:
                 worker.update(listing)
             await self._cluster.sharing.note(self._processes.launched)
 
-    async def _launch_strictly(self, names: Sequence[str]) -> None:
+    async def _launch_strictly(self, workers: Mapping[str, Any]) -> None:
         async def launch(name: str) -> None:
             if name not in self._cluster.worker_spec:
                 return
             try:
-                await self._cluster.launch_worker(name)
+                await self._cluster.launch_worker(name, workers[name])
             except CMLError:
                 if name in self._cluster.worker_spec:
                     raise
 
-        await gather_or_cancel(*map(launch, names))
+        await gather_or_cancel(*map(launch, workers))
