@@ -284,8 +284,8 @@ def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(platform
     platform.inject("stuck", times=3)
     code = """
     class Broken(CMLCluster):
-        async def _close_dask(self):
-            await super()._close_dask()
+        async def close_dask(self):
+            await super().close_dask()
             raise OSError("the clean-up failed")
     print("ready", flush=True)
     Broken(n_workers=2, name="mine", quiet=True)
