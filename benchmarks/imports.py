@@ -23,6 +23,8 @@ PROGRAMS = {
     "import dask_cml": "import dask_cml",
     "from distributed import LocalCluster": "from distributed import LocalCluster",
     "from dask_cml import CMLCluster": "from dask_cml import CMLCluster",
+    "import distributed": "import distributed",
+    "import dask_cml.cluster": "import dask_cml.cluster",
     "dask --help, without dask-cml": _HELP_WITHOUT,
     "dask --help": _HELP,
 }

@@ -1,4 +1,4 @@
-"""What a keeper costs while its workers register, and how that grows with the cluster.
+"""What a keeper and its scheduler cost while workers register and leave, and how that grows with the cluster.
 
 Sessions are names. The Dask workers are connections of another process, which register and do nothing more.
 So the CPU time of this process is that of the keeper.
@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import dask
+from distributed import Client, Scheduler
 from distributed.comm import connect
 from distributed.security import Security
 
@@ -45,6 +47,16 @@ async def register(address: str, keys: list[str], n: int) -> None:
     await asyncio.Event().wait()
 
 
+async def begin_watching(dask_scheduler: Scheduler) -> None:
+    """Measure a scheduler's event loop from now on."""
+    dask_scheduler.stalls = Stalls(asyncio.get_running_loop())
+
+
+async def watched(dask_scheduler: Scheduler) -> dict[str, float]:
+    """Return a scheduler's CPU time in all, and the longest holds of its event loop since the last call."""
+    return {"cpu": time.process_time(), **dask_scheduler.stalls.so_far()}
+
+
 def one_run(n: int) -> dict[str, Any]:
     """Create a cluster, register its workers, and measure the keeper meanwhile."""
     from dask_cml import CMLCluster
@@ -61,6 +73,13 @@ def one_run(n: int) -> dict[str, Any]:
             time.sleep(0.1)
         keys = [str(getattr(cluster.security, key)) for key in _KEYS]
         address = cluster.scheduler.address
+
+        def ask_scheduler(function: Callable[..., Any]) -> Any:
+            with Client(cluster) as client:  # only now: it costs CPU time, too
+                return client.run_on_scheduler(function)
+
+        ask_scheduler(begin_watching)
+        before = ask_scheduler(watched)
         stalls = Stalls(cluster.loop.asyncio_loop)
         stalls.so_far()
         cpu, begin = time.process_time(), time.monotonic()
@@ -76,23 +95,41 @@ def one_run(n: int) -> dict[str, Any]:
                 "seconds": time.monotonic() - begin,
                 **stalls.so_far(),
             }
+            registered = ask_scheduler(watched)
+            figures["ms of the scheduler's CPU a worker"] = (registered["cpu"] - before["cpu"]) / n * 1000
+            figures["scheduler"] = registered
+            stalls.so_far()
+            cluster.scale(0)
+            while cluster.workers:
+                time.sleep(0.1)
+            figures["all leave"] = {"keeper": stalls.so_far(), "scheduler": ask_scheduler(watched)}
             workers.kill()
     return figures
 
 
 def run(repeats: int = 1) -> Report:
     """Measure and report."""
+    figures = ("CPU a worker", "times that of the smallest", "hold", "hold while all leave")
     report = Report(
         "register",
-        "The keeper while its workers register",
-        ["workers", "CPU a worker", "times that of the smallest", "longest hold of the event loop"],
+        "The keeper and the scheduler while workers register, and their longest holds of the event loop",
+        ["workers", *(f"{who}: {what}" for who in ("keeper", "scheduler") for what in figures)],
     )
     runs = [measure("benchmarks.register", "keeper", n) for n in COUNTS for _ in range(repeats)]
-    least = min(run["ms of CPU a worker"] for run in runs if run["n"] == COUNTS[0])
-    for n in COUNTS:
-        best = min((run for run in runs if run["n"] == n), key=lambda run: run["ms of CPU a worker"])
-        cpu = best["ms of CPU a worker"]
-        report.rows.append((n, f"{cpu:.1f} ms", f"{cpu / least:.2f}", f"{best['busy stall'] * 1000:.0f} ms"))
+    best = [
+        min((run for run in runs if run["n"] == n), key=lambda run: run["ms of CPU a worker"]) for n in COUNTS
+    ]
+    for run in best:
+        row: list[Any] = [run["n"]]
+        holds = {"keeper": run, "scheduler": run["scheduler"]}
+        for who, what in (
+            ("keeper", "ms of CPU a worker"),
+            ("scheduler", "ms of the scheduler's CPU a worker"),
+        ):
+            hold, last_hold = (stall["busy stall"] for stall in (holds[who], run["all leave"][who]))
+            row += [f"{run[what]:.1f} ms", f"{run[what] / best[0][what]:.2f}"]
+            row += [f"{hold * 1000:.0f} ms", f"{last_hold * 1000:.0f} ms"]
+        report.rows.append(row)
     report.figures = {"runs": runs}
     return report
 
