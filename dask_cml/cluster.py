@@ -1462,10 +1462,12 @@ class CMLCluster(SpecCluster):
             lists_sessions=not self._has_sessions_tab,
         )
         # Dask's template escapes nothing: neither the cluster's name, nor what workers say of themselves.
+        info = escaped(self.scheduler_info)
         shown = {
             "name": escaped(self.name),
             "dashboard_link": escaped(self.dashboard_link) if self.status != Status.closed else "",
-            "scheduler_info": SchedulerInfo(escaped(self.scheduler_info)),
+            # Of a dict that a scheduler has not sent, Dask says that the scheduler has not started yet.
+            "scheduler_info": SchedulerInfo(info) if "id" in info else info,
         }
         stand_in = type(type(self).__name__, (), shown)()
         return str(Cluster._repr_html_(stand_in, cluster_status=(cluster_status or "") + rows))

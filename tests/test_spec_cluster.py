@@ -641,6 +641,26 @@ async def test_a_subclass_has_its_own_name_in_the_representation(it):
 
 
 @simulated
+async def test_a_cluster_is_shown_at_any_time(it):
+    def is_shown():
+        return cluster._repr_html_() and repr(cluster) and cluster._scaling_status() and cluster.job_script()
+
+    cluster = simulate(n_workers=1)
+    assert is_shown()
+    assert "Scheduler not started yet" in cluster._repr_html_()
+    starting = asyncio.ensure_future(cluster)
+    while not starting.done():
+        assert is_shown()
+        await asyncio.sleep(0.1)
+    assert "Total memory" in cluster._repr_html_()
+    await cluster.close()
+    assert is_shown()
+    cluster = simulate()
+    await cluster.close()
+    assert is_shown()
+
+
+@simulated
 async def test_the_widget_shows_the_mode_and_the_workers(it):
     async with simulate(n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
