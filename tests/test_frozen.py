@@ -14,10 +14,9 @@ from distributed import Client, wait
 from simulated.testing import eventually, simulated
 from testbed import networks
 
-from dask_cml import local
+from dask_cml import CMLCluster, local
 from dask_cml.local import processes
 from dask_cml.protocol import HELD
-from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -104,7 +103,7 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
     platform, holds, tmp_path, monkeypatch
 ):
     heard = []
-    ask = Link.ask
+    ask = CMLCluster.ask
 
     async def counted(self, op, *arguments, **more):
         answer = await ask(self, op, *arguments, **more)
@@ -112,7 +111,7 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
             heard.append(answer)
         return answer
 
-    monkeypatch.setattr(Link, "ask", counted)
+    monkeypatch.setattr(CMLCluster, "ask", counted)
     with dask.config.set({"cml.retire-timeout": "8s"}):
         cluster = await make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
     made, gate = tmp_path / "made", tmp_path / "gate"
