@@ -179,7 +179,7 @@ def is_told(mine, holds):
 
     async def is_told(words, lost=None):
         line = f"Worker mine-0 {words}; launching a replacement"
-        await holds(lambda: "mine-0 " in log_of(mine))
+        await holds(lambda: "Worker mine-0 " in log_of(mine))  # another line may say that it is paused
         assert re.search(line, log_of(mine))
         await holds(lambda: losses() == ({lost: 1} if lost else {}))
         await holds(lambda: arrived(mine) == 1)
