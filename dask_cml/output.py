@@ -1,7 +1,7 @@
 """The one way out for words to users: it never raises, and never blocks the event loop.
 
 A standard output may be closed, or a terminal may accept nothing after Ctrl-S. A log handler of the program
-may raise or wait. So a thread of its own writes what was said, as long as there is something to write.
+may raise or wait. So a thread of its own writes what was said.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from dask_cml.words import printable_lines
@@ -23,39 +23,46 @@ _MOST_WAITING = 1000
 
 
 class _Writer:
-    """Writes words in a thread of its own, as long as there are any."""
+    """Writes words in a thread of its own.
+
+    A signal's handler may write while its thread writes. So nothing here waits for a lock that its thread may
+    have: what a SimpleQueue and a list do at once, no handler interrupts.
+    """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Have nothing to write. The child of a fork has the parent's locks, and not its thread."""
-        self._lock = threading.RLock()  # a signal's handler may write while its thread writes
-        self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
-        self.idle = threading.Event()
-        self.idle.set()
+        """Have nothing to write, and no thread yet, as the child of a fork."""
+        self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        #: Who takes its only element starts the thread.
+        self._unstarted = [True]
 
     def write(self, function: Callable[[], None]) -> None:
         """Call a function that writes words, soon, after all words before."""
-        with self._lock:
-            self._waiting.append(function)
-            if not self.idle.is_set():
-                return
-            self.idle.clear()
+        self._waiting.put(function)
+        if self._waiting.qsize() > _MOST_WAITING:
+            with contextlib.suppress(Empty):
+                self._waiting.get_nowait()
         try:
-            threading.Thread(target=self._write_all, name="cml-output", daemon=True).start()
+            self._unstarted.pop()
+            thread = threading.Thread(target=self._write_all, args=(self._waiting,), daemon=True)
+            thread.start()
+        except IndexError:  # it has started
+            pass
         except RuntimeError:  # the interpreter exits, so nothing else is to be blocked
-            self._write_all()
+            self._unstarted.append(True)
+            with contextlib.suppress(Empty):
+                while True:
+                    self._write(self._waiting.get_nowait())
 
-    def _write_all(self) -> None:
+    def _write_all(self, waiting: SimpleQueue[Callable[[], None]]) -> None:
         while True:
-            with self._lock:
-                if not self._waiting:
-                    self.idle.set()
-                    return
-                function = self._waiting.popleft()
-            with contextlib.suppress(BaseException):  # SystemExit of a log handler would end the thread
-                function()
+            self._write(waiting.get())
+
+    def _write(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(BaseException):  # SystemExit of a log handler would end the thread
+            function()
 
 
 _writer = _Writer()
@@ -70,7 +77,10 @@ def say(text: str, *, to_stderr: bool = False) -> None:
 
 def flush(timeout: float = 1.0) -> bool:
     """Wait until everything is written, and return whether it is. Blocks."""
-    return _writer.idle.wait(timeout)
+    written = threading.Lock()
+    written.acquire()
+    _writer.write(written.release)
+    return written.acquire(timeout=timeout)
 
 
 def write(function: Callable[[], None]) -> None:

@@ -574,6 +574,7 @@ def test_close_without_an_event_loop_leaves_no_coroutine_unawaited(platform):
         return CMLCluster(platform="local", asynchronous=True)
 
     cluster = asyncio.run(make_cluster())
+    gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with pytest.raises(StopIteration):  # as a coroutine that has ended

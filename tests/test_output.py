@@ -204,26 +204,45 @@ def test_a_child_that_is_forked_while_words_are_written_writes_its_own():
 
 
 SIGNAL = """
-import logging, signal
+import logging, signal, sys, threading
 from dask_cml import output
-from dask_cml.output import Logger
 
 logging.basicConfig(format="%(message)s")
-logger = Logger("dask_cml.test")
+logger = output.Logger("dask_cml.test")
+own = output.__file__, threading.__file__
 
-class Interrupted(type(output._writer._waiting)):
-    def append(self, function):
-        super().append(function)
-        if len(self) == 1:
+def interrupt(frame, event, _):
+    global line
+    if frame.f_code.co_filename in own:
+        line += 1
+        if line == interrupted:
             signal.raise_signal(signal.SIGUSR1)
+        return interrupt
+
+def write():
+    logger.warning("of the program")
+    output.flush(60)
 
 signal.signal(signal.SIGUSR1, lambda *_: logger.warning("of the handler"))
-output._writer._waiting = Interrupted()
-logger.warning("of the program")
-output.flush(60)
+interrupted = line = 0
+while line >= interrupted:
+    if sys.argv[1:]:
+        output._writer.begin()
+    interrupted, line = interrupted + 1, 0
+    sys.settrace(interrupt)
+    write()
+    sys.settrace(None)
+    assert output.flush(60)
+print(interrupted)
 """
 
 
-def test_a_signals_handler_may_log_while_the_program_logs():
-    done = subprocess.run([sys.executable, "-c", SIGNAL], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "of the program\nof the handler\n")
+@pytest.mark.parametrize("begins", [(), ("begins",)], ids=["later", "at the first words"])
+def test_a_signals_handler_may_log_wherever_it_interrupts_the_program(begins):
+    """Before each line, in turn, of what writes words, and of the locks and threads that it uses."""
+    command = [sys.executable, "-c", SIGNAL, *begins]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    n, words = int(done.stdout), done.stderr.splitlines()
+    assert n > 10
+    assert (words.count("of the program"), words.count("of the handler")) == (n, n - 1)

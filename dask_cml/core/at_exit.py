@@ -12,11 +12,10 @@ import threading
 import weakref
 from typing import Any, NoReturn
 
-from dask_cml import compat
+from dask_cml import compat, output
 from dask_cml.errors import CMLError
-from dask_cml.output import get_logger
 
-logger = get_logger(__name__)
+logger = output.get_logger(__name__)
 
 #: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
@@ -85,7 +84,7 @@ def _exit(signum: int, _: Any) -> None:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
         return
-    loop = asyncio._get_running_loop()
+    loop = asyncio._get_running_loop()  # asyncio/events.py, for event loops; no error without one
     if not _exits.is_set():
         threading.Thread(target=_end_by_signal, args=(signum,), daemon=True).start()
     if loop is None or _leaving is not None:
@@ -105,7 +104,7 @@ def _end_by_signal(signum: int) -> None:
     _is_over = True
     _end_clusters()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # of a stream of the program, of any class
             stream.flush()
     os._exit(_BY_SIGNAL + signum)
 
@@ -156,6 +155,7 @@ def _end_clusters() -> None:
                 _end(cluster, elsewhere=True)
         for thread in threads:
             thread.join()
+        output.flush()
 
 
 def _uncaught_error() -> BaseException | None:
@@ -172,8 +172,8 @@ def _end(cluster: Any, elsewhere: bool = False) -> None:
             cluster.ending.end_in_another_process(_TIMEOUT)
         else:
             cluster.ending.end_now(_TIMEOUT)
-    except Exception as error:  # the other clusters are shut down nevertheless
-        logger.error("%s", error)
+    except Exception as error:  # of the platform's library, for example: the others are shut down, too
+        logger.error("%s", error, exc_info=None if isinstance(error, (CMLError, OSError)) else error)
     _clusters.pop(cluster, None)
 
 
