@@ -986,7 +986,7 @@ class CMLCluster(SpecCluster):
             logger.info("Scheduler of cluster %s not asked: %s", self.options.name, error)
         except (*NO_ANSWER, CMLError, ValueError) as error:
             logger.warning("Cannot manage cluster %s: %s", self.options.name, str(error) or repr(error))
-        except Exception as error:
+        except Exception as error:  # a programming error, or of a subclass
             if self.messages.failure is None:
                 logger.exception("Cannot manage cluster %s", self.options.name)
             self.messages.failure = f"cannot manage the cluster: {error!r}"

@@ -80,12 +80,7 @@ def connect_by(wrap: Callable[[Connector], Connector]) -> None:
     """
     for scheme in ("tcp", "tls"):
         backend = get_backend(scheme)
-        dasks = backend.get_connector
-
-        def get_connector(dasks: Callable[[], Connector] = dasks) -> Connector:
-            return wrap(dasks())
-
-        backend.get_connector = get_connector  # type: ignore[method-assign]
+        backend.get_connector = lambda old=backend.get_connector: wrap(old())  # type: ignore[method-assign, misc]
 
 
 # -- clients
@@ -274,7 +269,7 @@ def remove_pages(application: Any, is_unwanted: Callable[[Any], bool]) -> None:
 # -- JupyterLab's sidebar
 
 
-def sidebar_lists(manager: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]] | None:
+def sidebar_lists(manager: Any) -> tuple[dict[str, Any], ...] | None:
     """Return the dicts from which the sidebar shows clusters, names and adaptive scaling, to write into them.
 
     Return None if the manager has other parts.
@@ -285,11 +280,10 @@ def sidebar_lists(manager: Any) -> tuple[dict[str, Any], dict[str, str], dict[st
 
     Until: dask-labextension lists clusters by dask-ctl's discovery.
     """
-    parts = [getattr(manager, name, None) for name in ("_clusters", "_cluster_names", "_adaptives")]
-    clusters, names, adaptives = parts
-    if isinstance(clusters, dict) and isinstance(names, dict) and isinstance(adaptives, dict):
-        return clusters, names, adaptives
-    return None
+    lists: list[Any] = [
+        getattr(manager, name, None) for name in ("_clusters", "_cluster_names", "_adaptives")
+    ]
+    return tuple(lists) if all(isinstance(part, dict) for part in lists) else None
 
 
 # -- the exit of the interpreter

@@ -91,6 +91,8 @@ class Observers:
         self.observed: dict[str, Observed] = {}
         self._interval = interval
         self._polling: asyncio.Task[None] | None = None
+        #: The errors that are logged.
+        self._logged: set[tuple[str, str]] = set()
 
     # -- for subclasses
 
@@ -147,8 +149,8 @@ class Observers:
                 await self._poll()
             except EXPECTED as error:
                 logger.warning("Records of clusters not read: %s", error)
-            except Exception:
-                logger.exception("List of clusters not updated")
+            except Exception as error:  # of a subclass, which changes what another library lists
+                self._log_once(error, "List of clusters not updated")
             await asyncio.sleep(self._interval)
 
     async def _poll(self) -> None:
@@ -179,8 +181,14 @@ class Observers:
                 await self._join(observed)
         except EXPECTED as error:
             logger.info("Cluster %s not shown: %s", observed.record.name, error)
-        except Exception:
-            logger.exception("Cluster %s not shown", observed.record.name)
+        except Exception as error:  # of Dask or a subclass
+            self._log_once(error, f"Cluster {observed.record.name} not shown")
+
+    def _log_once(self, error: Exception, what: str) -> None:
+        """Log an error with its traceback if it is a new one. The next poll may raise it again."""
+        if (what, repr(error)) not in self._logged:
+            self._logged.add((what, repr(error)))
+            logger.exception("%s", what)
 
     def _is_to_leave(self, observed: Observed, cluster: CMLCluster, has_ended: bool) -> bool:
         if cluster.status == Status.closed:

@@ -125,3 +125,21 @@ def test_other_modules_set_only_documented_attributes_of_what_another_library_ha
                 found.setdefault(name, []).append(f"{path}: {ast.unparse(target)}.{name}")
     assert {name: places for name, places in found.items() if name not in PUBLIC} == {}
     assert PUBLIC - found.keys() == set()
+
+
+def test_whoever_catches_all_errors_raises_them_again_or_says_whose_they_are():
+    silent = []
+    for path, tree in modules():
+        lines = (PACKAGE / path).read_text().splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler):
+                kinds = ast.unparse(node.type) if node.type else "Exception"
+                is_raised = any(isinstance(part, ast.Raise) for part in ast.walk(node))
+            elif isinstance(node, ast.With):
+                kinds, is_raised = ast.unparse(node.items[0].context_expr), False
+            else:
+                continue
+            catches_all = re.search(r"(^|suppress\()(Base)?Exception\b", kinds)
+            if catches_all and not is_raised and "  # " not in lines[node.lineno - 1]:
+                silent.append(f"{path}:{node.lineno}")
+    assert silent == []

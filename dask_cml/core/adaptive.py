@@ -194,7 +194,7 @@ class CMLAdaptive(Adaptive):
     async def _adapt(self) -> None:
         try:
             await self.adapt()
-        except Exception:
+        except Exception:  # of Dask's Adaptive, or of a user's subclass
             logger.warning("Adaptive scaling of cluster %s failed", self.cluster.name, exc_info=True)
 
     def release(self) -> None:

@@ -36,7 +36,7 @@ class Connection:
         """
         connection_args = await asyncio.to_thread(tls.connection_args, self._cluster.place.security, address)
         if self._cluster.scheduler_comm is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of Dask's comm, which may be broken in any way
                 await within(timing.retry, self._cluster.scheduler_comm.close_rpc())
         self._cluster.scheduler_comm = rpc(address, connection_args=connection_args)
         for callback in self._cluster.periodic_callbacks.values():

@@ -122,11 +122,11 @@ class Ending:
             await asyncio.wait([earlier])
         self._cluster.status = Status.closing
         not_done: str | None = None
-        if how is How.LEAVE and earlier is None:
-            await self._cluster.sharing.write_last()
-        self._cluster.groups.stop_adapting()
         try:
             try:
+                if how is How.LEAVE and earlier is None:
+                    await self._cluster.sharing.write_last()
+                self._cluster.groups.stop_adapting()
                 if how is How.LEAVE:
                     not_done = await self._finish()
             finally:
@@ -139,7 +139,7 @@ class Ending:
                 await self._say_goodbye()
             if not_done is not None and await self._cluster.sharing.is_succeeded():
                 not_done = None
-        except Exception:  # the sessions are stopped even so
+        except Exception:  # of Dask, the platform or a subclass: the sessions are stopped even so
             logger.exception("Cluster %s not closed properly", self._name)
         self._cluster.sharing.disconnect()
         try:
@@ -162,7 +162,7 @@ class Ending:
         if self._cluster.scheduler_comm is not None:
             try:
                 await self._cluster.ask("terminate", timing.goodbye, reason=self._cluster.end_reason)
-            except Exception as error:  # its workers may be frozen, and Dask's errors vary
+            except Exception as error:  # of Dask, which varies: its workers may be frozen
                 logger.debug("Scheduler of cluster %s gave no answer: %r", self._name, error)
 
     async def stop_waiting(self) -> None:
@@ -200,8 +200,8 @@ class Ending:
         while self._cluster.status != Status.closed:
             try:
                 await self.end(How.SHUT_DOWN)
-            except Exception as error:
-                logger.error("%s", error)
+            except Exception as error:  # of Dask or the platform's library, for example
+                logger.error("%s", error, exc_info=None if isinstance(error, CMLError) else error)
                 await asyncio.sleep(_STOP_AGAIN)
 
     async def stop_all(self, sessions: Mapping[str, str]) -> None:
@@ -391,7 +391,7 @@ class Ending:
         except CMLError:
             self._cluster.status = Status.closed  # so that Dask does not close it again
             raise
-        except Exception as error:
+        except Exception as error:  # of a loop that is busy or ends, or of Dask: sessions are stopped even so
             logger.info("Event loop of cluster %s not used to close it: %r", self._name, error)
         finally:
             if inspect.getcoroutinestate(closing) == inspect.CORO_CREATED:  # the loop has ended
@@ -456,7 +456,7 @@ class Ending:
         """Stop what was launched. Log an error, which must not replace the reason of the failure."""
         try:
             await self.end(How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN)
-        except Exception as failed:  # also of Dask's code
+        except Exception as failed:  # of Dask or the platform's library, for example
             logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
 
     def end_failed_constructor(self, error: BaseException) -> None:
@@ -468,7 +468,7 @@ class Ending:
             self.note_interrupt()
         try:
             self.end_from_outside(How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN)
-        except Exception as failed:  # also of Dask's code
+        except Exception as failed:  # of Dask or the platform's library, for example
             logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
         if isinstance(error, KeyboardInterrupt):
             self.say_interrupted()

@@ -191,9 +191,7 @@ class Launches:
                     errors[name] = error
                     if isinstance(error, LaunchRefused):
                         refused.add(groups[name])
-                except (
-                    Exception
-                ) as error:  # a subclass's worker and the platform's library may raise anything
+                except Exception as error:  # of a subclass's worker, or of the platform's library
                     logger.exception("Session %s not launched", name)
                     errors[name] = CMLError(f"{name} not launched: {error!r}")
 

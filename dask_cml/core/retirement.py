@@ -88,6 +88,8 @@ class Retirements:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             await asyncio.wait([task], timeout=timing.usual_retirement)
+            if task.done():
+                task.result()
 
     async def close(self) -> None:
         """Stop waiting for workers."""
@@ -103,8 +105,8 @@ class Retirements:
         except NO_ANSWER as error:
             # The next step tries again, because the data may still be in these workers.
             logger.info("Workers %s not retired yet: %r", [worker.name for worker in workers], error)
-        except Exception:
-            logger.exception("Workers %s not retired yet", [worker.name for worker in workers])
+        except CMLError as error:  # of Dask's handler
+            logger.warning("Workers %s not retired yet: %s", [worker.name for worker in workers], error)
         else:
             for worker in workers:
                 worker.retired = worker.name not in staying

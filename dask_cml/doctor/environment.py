@@ -112,7 +112,7 @@ def platform() -> Finding:
     file = f"{module.__name__} is {origin(module.__file__)}."
     try:
         listed = answers.listed(module.list_workers())
-    except Exception as error:
+    except Exception as error:  # of the platform's library
         words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _MOST_CHARACTERS)
         return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
     live = sum(not answers.has_ended(session) for session in listed)

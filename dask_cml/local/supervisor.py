@@ -43,13 +43,13 @@ class Supervisor:
         """Run the session, from its start to its end."""
         try:
             end = self.live()
-        except Exception:
+        except Exception:  # of the session's start: it is written into its log
             traceback.print_exc()
             end = "failed"
         try:
             self.give_notice()
             self.clean_up()
-        except Exception:
+        except Exception:  # of the file system, for example
             traceback.print_exc()
         self.write(end, finished_at=time.time())
 

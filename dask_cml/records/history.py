@@ -250,7 +250,7 @@ def remember(record: Record, why: str = UNSEEN) -> None:
             write_file(folder / f"{record.id}{_SUFFIX}", content, new=True)
             _keep_logs(record, folder / record.id)
         _forget(folder, keep, time.time() - setting("history.days") * 24 * 3600)
-    except Exception as error:  # the cluster must end, whatever its record contains
+    except Exception as error:  # of the file system or an odd record: the cluster must end
         logger.warning("History of cluster %s not written: %r", record.name, error)
 
 

@@ -240,7 +240,7 @@ async def _look_at(record: Record, timeout: float, patience: float | None) -> Fi
     limit = max(timeout, patience or 0.0) if lately else timeout
     try:
         hello = await record.ask_scheduler(HELLO, limit)
-    except Exception as error:  # a program at this address may speak another protocol
+    except Exception as error:  # of Dask: the program there may speak another protocol
         logger.debug("Scheduler of cluster %s did not answer: %r", record.name, error)
         return Finding(State.UNKNOWN, f"its scheduler at {address} does not answer; it may be busy")
     if not isinstance(hello, dict):

@@ -257,7 +257,7 @@ async def _end_all(
                 await api.close(lambda: stop_and_remove(record, api, why))
             except CMLError as error:
                 return error
-            except Exception as error:  # of the file system, for example: the others are deleted nevertheless
+            except Exception as error:  # of the platform's library: the others are deleted
                 return CMLError(str(error) or repr(error))
             return None
 
@@ -268,7 +268,7 @@ async def _end_all(
 async def _say_goodbye(record: Record, why: str) -> None:
     try:
         await record.ask_scheduler("terminate", _GOODBYE_TIMEOUT, reason=why)
-    except Exception as error:  # its workers may be frozen, and Dask's errors vary
+    except Exception as error:  # of Dask, which varies: its workers may be frozen
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 
 

@@ -170,7 +170,7 @@ class ProjectClusters(Observers):
         for name, observed in sorted(self._by_name().items()):
             try:
                 described.append(self._describe(observed))
-            except Exception as error:
+            except Exception as error:  # the record is what another process has written
                 logger.debug("Cluster %s not described", name, exc_info=True)
                 problem = f"it cannot be described: {type(error).__name__}: {error}"
                 described.append(views.unconnected(observed.record, "unknown", problem))
@@ -295,7 +295,7 @@ class ProjectClusters(Observers):
     async def _start(self, observed: Observed, cluster: CMLCluster) -> None:
         try:
             await cluster
-        except Exception as error:
+        except Exception as error:  # of Dask or the platform's library, too: the page shows it
             if not isinstance(error, (CMLError, OSError)):
                 logger.exception("Cluster %s not started", observed.record.name)
             observed.failure, observed.record = error, replace(observed.record, launches={})

@@ -141,7 +141,7 @@ async def _in_time(looking: Coroutine[Any, Any, None]) -> None:
     """Wait for some seconds until something is found. Drop all errors."""
     try:
         await within(PATIENCE, looking)
-    except Exception as error:
+    except Exception as error:  # of tornado, or of an answer in any shape
         # Not the error's text, which may contain the key.
         logger.debug("No answer of CML's API v2: %s %s", type(error).__name__, getattr(error, "code", ""))
 

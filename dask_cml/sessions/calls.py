@@ -89,7 +89,7 @@ class Calls:
         for pause in [*self.pauses(), None]:
             try:
                 result = await self._run(verb, function, limit or self.limit)
-            except Exception as error:
+            except Exception as error:  # of the function, which is the platform's
                 if not answers.is_of_the_platform(error):
                     self.failures.pop(verb, None)
                     raise
@@ -145,7 +145,7 @@ class Calls:
         for future in futures:
             try:
                 self._result(future, limit)
-            except Exception as error:
+            except Exception as error:  # of the function
                 errors.append(error)
         return errors
 
@@ -180,7 +180,7 @@ def start(function: Callable[[], T]) -> Future[T]:
     def call() -> None:
         try:
             result = function()
-        except BaseException as error:
+        except BaseException as error:  # of the function
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -168,7 +168,7 @@ class CMLScheduler(CMLProcess):
         try:
             op = "identity" if record is None else HELLO
             answer = await tls.ask(address, self.place.security, op, _ANSWER_TIMEOUT)
-        except Exception as error:  # a program at this address may speak another protocol
+        except Exception as error:  # of Dask: the program there may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False
         if record is None:

@@ -395,7 +395,7 @@ class WorkersAPI:
         for session_id in ids:
             try:
                 self._stop_now([session_id])
-            except Exception as error:  # the other sessions are stopped nevertheless
+            except Exception as error:  # of the platform: the other sessions are stopped nevertheless
                 errors.append(error)
         if errors:
             raise next(filter(may_pass, errors), errors[-1])
@@ -408,7 +408,7 @@ class WorkersAPI:
         """Stop a session that nobody needs. If this fails, :meth:`end` tries again."""
         try:
             self._stop_now([session_id])
-        except Exception as error:
+        except Exception as error:  # the platform may raise anything
             logger.warning("Session %s not stopped yet: %s", session_id, answers.in_words(error))
 
     # -- the end

@@ -290,6 +290,6 @@ class Link:
         """Close the connection, by which the scheduler notices that this watcher has left."""
         self.connected = False
         if self._watching is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of Dask's comm, which may be broken in any way
                 self._watching.abort()
         self._watching = None

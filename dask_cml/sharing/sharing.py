@@ -95,6 +95,8 @@ class Sharing(Alone):
         self.link = Link(secrets.token_hex(8), options.name, counts=cluster.takes_lease)
         self.outbox = Outbox(options.name, self.link)
         self.failover = Failover(self, self.link, cluster)
+        #: A programming error at the last look at the board, as a clause.
+        self._failure: str | None = None
         self._keeper: Keeper | None = None
         self._follower: Follower | None = None
         self._following: asyncio.Task[None] | None = None
@@ -146,8 +148,8 @@ class Sharing(Alone):
 
     @property
     def problem(self) -> str | None:
-        """Why the scheduler is not reached, as a clause. None if it is."""
-        return self.failover.problem
+        """Why the scheduler is not reached, or why this process cannot follow it. None if it does."""
+        return self._failure or self.failover.problem
 
     @property
     def workers_problem(self) -> str | None:
@@ -377,13 +379,14 @@ class Sharing(Alone):
                     self.outbox.send_soon()
                 await self._take_board(board)
                 self.failover.note_connected()
+                self._failure = None
                 continue
             except (*NO_ANSWER, CMLError, ValueError) as error:
                 if was_connected:
                     logger.info("Scheduler of cluster %s not reached: %r", cluster.options.name, error)
                 self.failover.note(str(error) or repr(error))
-            except Exception:
-                logger.exception("Board of cluster %s not read", cluster.options.name)
+            except Exception as error:  # a programming error, or of a subclass
+                self._note_failure(error)
             try:
                 # A process that leaves launches no other scheduler.
                 if not self.link.connected and self.record is not None and not cluster.ending.has_begun:
@@ -394,9 +397,15 @@ class Sharing(Alone):
             except (*NO_ANSWER, CMLError, ValueError) as error:
                 logger.info("Scheduler of cluster %s not checked: %r", cluster.options.name, error)
                 self.failover.note(str(error) or repr(error))
-            except Exception:
-                logger.exception("Scheduler of cluster %s not checked", cluster.options.name)
+            except Exception as error:  # a programming error, or of a subclass
+                self._note_failure(error)
             await asyncio.sleep(timing.retry)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Log an error of :meth:`_follow` once, and show it until that succeeds."""
+        if self._failure is None:
+            logger.exception("Cannot follow cluster %s", self._cluster.options.name)
+        self._failure = f"cannot follow the cluster: {error!r}"
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
@@ -408,7 +417,7 @@ class Sharing(Alone):
         if board.keeper == self.link.id and self._keeper is None:
             try:
                 await self._succeed(board)
-            except Exception:  # another process may be able to, for example to read the record
+            except Exception:  # raised again: another process may be able to, for example to read the record
                 await self.link.lease(take=False)
                 raise
         elif board.keeper != self.link.id and self._keeper is not None:
@@ -631,7 +640,7 @@ class Sharing(Alone):
         """Write on the board what users of this process have changed, before it leaves."""
         try:
             await self.written()
-        except Exception as error:  # the scheduler does not answer, or refuses a change
+        except (*NO_ANSWER, CMLError, ValueError) as error:  # the scheduler refuses a change, for example
             name = self._cluster.options.name
             logger.warning("Cluster %s left before its last change was written: %s", name, error)
 

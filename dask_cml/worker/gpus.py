@@ -46,8 +46,7 @@ def count() -> int:
 
     ``NVIDIA_VISIBLE_DEVICES`` does not tell: in a session with GPUs it may be ``void``, or missing.
     """
-    # NVML raises errors of its own, and importing it may raise any.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # of NVML, of its own classes; importing it may raise any
         import pynvml
 
         pynvml.nvmlInit()

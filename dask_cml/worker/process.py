@@ -139,7 +139,7 @@ async def _tell() -> None:
     logger.warning("Session about to be stopped: workers %s retire", ", ".join(names))
     try:
         await asyncio.wait_for(getattr(_servers[0].scheduler, NOTICE)(names=names), _NOTICE_TIMEOUT)
-    except Exception as error:  # the scheduler may have ended, too
+    except Exception as error:  # of Dask's RPC: the scheduler may have ended, too
         logger.warning("Scheduler not informed of the session's end: %r", error)
 
 

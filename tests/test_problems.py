@@ -1,0 +1,70 @@
+"""A programming error in what a cluster does by itself is its problem, and is logged once."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from clusters import cut_off, simulate
+from simulated.testing import eventually, simulated
+
+from dask_cml import output
+from dask_cml.observers import Observers
+
+pytestmark = pytest.mark.usefixtures("light")
+
+
+def looking_for_losses(cluster):
+    return cluster.losses, "find"
+
+
+def taking_the_board(cluster):
+    return cluster.sharing, "_take_board"
+
+
+def checking_the_scheduler(cluster):
+    return cluster.sharing.failover, "check"
+
+
+@pytest.mark.parametrize(
+    "part", [looking_for_losses, taking_the_board, checking_the_scheduler], ids=lambda part: part.__name__
+)
+@simulated
+async def test_a_programming_error_is_logged_once_and_is_a_problem_until_it_passes(it, part, caplog):
+    async with simulate(n_workers=1) as cluster:
+        calls, (owner, name) = [], part(cluster)
+
+        async def fail(*_, **__):
+            calls.append(1)
+            raise AttributeError("no such part")
+
+        setattr(owner, name, fail)
+        with contextlib.ExitStack() as stack:
+            if part is checking_the_scheduler:
+                stack.callback(cut_off(cluster))
+            await eventually(lambda: len(calls) > 3)
+            assert "AttributeError('no such part')" in cluster.problem
+            assert "AttributeError('no such part')" in repr(cluster)
+        delattr(owner, name)
+        await eventually(lambda: cluster.problem is None)
+    assert output.flush(60)
+    logged = [record for record in caplog.records if "no such part" in (record.exc_text or "")]
+    assert len(logged) == 1
+
+
+@simulated
+async def test_an_error_of_a_poll_of_all_clusters_is_logged_once(it, caplog):
+    class Broken(Observers):
+        polls = 0
+
+        async def polled(self):
+            self.polls += 1
+            raise AttributeError("no such list")
+
+    observers = Broken(interval=0.01)
+    observers.start()
+    await eventually(lambda: observers.polls > 3)
+    await observers.close()
+    assert output.flush(60)
+    logged = [record for record in caplog.records if "no such list" in (record.exc_text or "")]
+    assert len(logged) == 1
