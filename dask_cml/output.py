@@ -37,6 +37,12 @@ class _Writer:
         self._waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
         #: Who takes its only element starts the thread.
         self._unstarted = [True]
+        self._writes = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is written, but perhaps for words that the thread takes at this moment."""
+        return self._waiting.empty() and not self._writes
 
     def write(self, function: Callable[[], None]) -> None:
         """Call a function that writes words, soon, after all words before."""
@@ -61,8 +67,10 @@ class _Writer:
             self._write(waiting.get())
 
     def _write(self, function: Callable[[], None]) -> None:
+        self._writes = True
         with contextlib.suppress(BaseException):  # SystemExit of a log handler would end the thread
             function()
+        self._writes = False
 
 
 _writer = _Writer()
@@ -76,7 +84,9 @@ def say(text: str, *, to_stderr: bool = False) -> None:
 
 
 def flush(timeout: float = 1.0) -> bool:
-    """Wait until everything is written, and return whether it is. Blocks."""
+    """Wait until everything is written, and return whether it is. Blocks, unless the timeout is 0."""
+    if timeout == 0:
+        return _writer.is_idle
     written = threading.Lock()
     written.acquire()
     _writer.write(written.release)
