@@ -73,6 +73,7 @@ def new_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         raise ClusterExists(folder.name) from None
+    folder.chmod(0o700)  # whatever the umask
     for name in (STARTED_FOLDER, LOGS_FOLDER):
         make_folder(folder / name)
 
