@@ -91,8 +91,8 @@ class Observers:
         self.observed: dict[str, Observed] = {}
         self._interval = interval
         self._polling: asyncio.Task[None] | None = None
-        #: The errors that are logged.
-        self._logged: set[tuple[str, str]] = set()
+        #: The last errors that are logged, by what failed.
+        self._logged: dict[str, str] = {}
 
     # -- for subclasses
 
@@ -186,8 +186,8 @@ class Observers:
 
     def _log_once(self, error: Exception, what: str) -> None:
         """Log an error with its traceback if it is a new one. The next poll may raise it again."""
-        if (what, repr(error)) not in self._logged:
-            self._logged.add((what, repr(error)))
+        if self._logged.get(what) != repr(error):
+            self._logged[what] = repr(error)
             logger.exception("%s", what)
 
     def _is_to_leave(self, observed: Observed, cluster: CMLCluster, has_ended: bool) -> bool:

@@ -89,18 +89,17 @@ def rebuild(name: str, **options: Any) -> CMLCluster:
     return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)
 
 
-def cut_off(cluster: CMLCluster) -> Callable[[], None]:
+def cut_off(cluster: Any) -> Callable[[], None]:
     """Break the network between a cluster and its scheduler, until the returned function is called."""
 
     async def no_connection(*_: Any, **__: Any) -> Any:
         raise OSError("no route to host")
 
     def heal() -> None:
-        del link._watch, link.ask, cluster_.ask
+        del link._watch, link.ask, cluster.ask
 
-    cluster_: Any = cluster
-    link = cluster_.sharing.link
-    link._watch = link.ask = cluster_.ask = no_connection
+    link = cluster.sharing.link
+    link._watch = link.ask = cluster.ask = no_connection
     link._watching.abort()
     return heal
 

@@ -65,6 +65,8 @@ class Alone:
         Whether another process created the cluster.
     end : str or None
         Why the cluster has ended, if this process did not ask for it.
+    is_joined : bool
+        Whether the scheduler in the cluster's place has answered. Another one may have just replaced it.
     record : Record or None
         The cluster's record, by which other processes find it. None before the cluster is created or found.
     new_record : Record or None
@@ -81,6 +83,7 @@ class Alone:
         self.who = "its creator"
         self.connects = False
         self.end: str | None = None
+        self.is_joined = True
         self.lasted: float | None = None
         self.record: Any = None
         self.new_record: Any = None
@@ -94,11 +97,6 @@ class Alone:
     def is_connected(self) -> bool:
         """Whether the scheduler answers."""
         return self.role is Role.KEEPER and self._cluster.connection.is_subscribed
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the cluster's scheduler has answered. Another one may have just replaced it."""
-        return True
 
     @property
     def keeps(self) -> bool:
@@ -215,7 +213,7 @@ class Alone:
         group : str
             The worker group.
         here : bool
-            Whether the caller has done it. Otherwise the process does it that leads the cluster.
+            Whether the caller has done it. Otherwise the keeper does it.
         **change
             The change, see :class:`dask_cml.scheduler.board.GroupChange`.
 

@@ -96,6 +96,11 @@ class Ending:
         """Whether this object is being closed, or is closed."""
         return self._task is not None
 
+    def _has_ended(self, how: How) -> bool:
+        """Return whether this object is closed so. A cluster that was left may still be shut down."""
+        is_done = self.how is How.SHUT_DOWN or how is How.LEAVE
+        return self._cluster.status == Status.closed and is_done
+
     async def end(self, how: How) -> None:
         """Shut the cluster down, or leave it to other processes.
 
@@ -104,7 +109,7 @@ class Ending:
         CMLError
             If sessions are not stopped, or this process leaves before it has carried out the last change.
         """
-        if self._cluster.status == Status.closed and (self.how is How.SHUT_DOWN or how is How.LEAVE):
+        if self._has_ended(how):
             return
         try:
             loop = asyncio.get_running_loop()
@@ -334,7 +339,7 @@ class Ending:
     # -- from other threads, and without an event loop
 
     def end_from_outside(self, how: How, timeout: float | None = None) -> Any:
-        """Do the same as :meth:`end` for a user: return an awaitable in the event loop, and block elsewhere.
+        """End as :meth:`end` does, for a user: return an awaitable in the event loop, and block elsewhere.
 
         Raises
         ------
@@ -434,8 +439,8 @@ class Ending:
             subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
 
     def _end_without_loop(self, how: How) -> None:
-        """Do the same as :meth:`end` when the event loop has ended, as after asyncio.run. Blocks."""
-        if self._cluster.status == Status.closed and (self.how is How.SHUT_DOWN or how is How.LEAVE):
+        """End as :meth:`end` does when the event loop has ended, as after asyncio.run. Blocks."""
+        if self._has_ended(how):
             return
         self.how = how
         not_done = self.not_done if how is How.LEAVE else None
@@ -452,10 +457,15 @@ class Ending:
 
     # -- starts that fail
 
+    @property
+    def _how_after_failure(self) -> How:
+        """How a start ends that has failed: the cluster of another process runs on."""
+        return How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN
+
     async def end_failed_start(self) -> None:
         """Stop what was launched. Log an error, which must not replace the reason of the failure."""
         try:
-            await self.end(How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN)
+            await self.end(self._how_after_failure)
         except Exception as failed:  # of Dask or the platform's library, for example
             logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
 
@@ -467,7 +477,7 @@ class Ending:
         if isinstance(error, KeyboardInterrupt):
             self.note_interrupt()
         try:
-            self.end_from_outside(How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN)
+            self.end_from_outside(self._how_after_failure)
         except Exception as failed:  # of Dask or the platform's library, for example
             logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
         if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What the process that leads a cluster tells its user, when it becomes true."""
+"""What the keeper of a cluster tells its user, when it becomes true."""
 
 from __future__ import annotations
 

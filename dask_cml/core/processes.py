@@ -27,7 +27,7 @@ def said_by(worker: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Processes:
-    """The scheduler and the workers of a cluster that this process leads.
+    """The scheduler and the workers of a cluster that this process keeps.
 
     Parameters
     ----------
@@ -109,6 +109,6 @@ class Processes:
                 logger.warning("Worker %s not closed: %r", name, result)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Want fewer workers, without those that are named, by the names of sessions or Dask workers."""
+        """Want fewer workers, without these names of sessions or Dask workers."""
         sessions = {name: worker.name for worker in self.workers() for name in worker.dask_names}
         self._cluster.groups.drop(sessions.get(name, name) for name in names)

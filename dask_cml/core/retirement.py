@@ -29,7 +29,7 @@ logger = Logger(__name__)
 
 #: Maximum time for workers to move their data, in seconds. Their keeper watches them meanwhile.
 _NO_LIMIT = 7 * 24 * 3600.0
-#: Dask workers that leave at once. The scheduler tells all others of each one, and is held meanwhile.
+#: Dask workers that leave at once. The scheduler tells all others of every one, and is held meanwhile.
 _AT_ONCE = 100
 
 

@@ -14,7 +14,7 @@ logger = Logger(__name__)
 
 
 class Stops:
-    """Stops sessions, and knows those that are being stopped.
+    """Stops sessions, and knows which are being stopped.
 
     Parameters
     ----------

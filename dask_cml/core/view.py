@@ -1,4 +1,4 @@
-"""What the process that leads a cluster knows of its sessions."""
+"""What the keeper of a cluster knows of its sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,20 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.session import Session
 
 
-class View:
+class Sessions:
+    """The sessions of a cluster as a process knows them."""
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        raise NotImplementedError
+
+    def workers_of(self, group: str) -> list[str]:
+        """Return the names of a group's sessions, wanted or not."""
+        return [session.name for session in self.sessions if session.group == group]
+
+
+class View(Sessions):
     """The sessions of a cluster as the process knows them that launches and stops them.
 
     Parameters
@@ -41,10 +54,6 @@ class View:
         """The cluster's sessions by their last known state, the scheduler's first."""
         sessions = [process.session for process in self._processes.launched]
         return [session for session in sessions if session is not None]
-
-    def workers_of(self, group: str) -> list[str]:
-        """Return the names of a group's sessions, wanted or not."""
-        return [session.name for session in self.sessions if session.group == group]
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""

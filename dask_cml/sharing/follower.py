@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.objects import SchedulerInfo
 
 from dask_cml.core.processes import connected_names
+from dask_cml.core.view import Sessions
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import store
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _DESCRIPTIONS = 500
 
 
-class Follower:
+class Follower(Sessions):
     """Follows the board of a cluster that another process keeps, and writes on it what is changed here.
 
     It has the members of :class:`~dask_cml.core.view.View` that users see.
@@ -54,10 +55,6 @@ class Follower:
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
         return self._report.known_sessions()
-
-    def workers_of(self, group: str) -> list[str]:
-        """Return the names of a group's sessions, wanted or not."""
-        return [session.name for session in self.sessions if session.group == group]
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""

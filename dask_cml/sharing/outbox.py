@@ -149,7 +149,7 @@ class Outbox:
             logger.info("Board of cluster %s not written yet: %s", self._cluster, error)
 
     def wait_in_task(self, change: Change) -> asyncio.Task[None]:
-        """Return a task that does the same as :meth:`wait`. It goes on if nobody awaits it."""
+        """Return a task that waits as :meth:`wait` does. It goes on if nobody awaits it."""
         task = asyncio.ensure_future(self.wait(change))
         self._waits.add(task)
         task.add_done_callback(self._waited)

@@ -83,11 +83,12 @@ class Sharing(Alone):
         Why the cluster has ended, if this process did not ask for it.
     """
 
+    _cluster: CMLCluster
+
     def __init__(self, cluster: CMLCluster, given: Mapping[str, Any], maker: Maker | None = None) -> None:
         super().__init__(cluster)
         options = cluster.options
         self.who = Maker.this_process().words
-        self._cluster = cluster
         self._given = given
         self.new_record: Record = Record(
             options.name, maker=maker or Maker.this_process(), folder=cluster.place.folder
@@ -100,7 +101,7 @@ class Sharing(Alone):
         self._keeper: Keeper | None = None
         self._follower: Follower | None = None
         self._following: asyncio.Task[None] | None = None
-        self._is_joined = False
+        self.is_joined = False
         self._usage: Usage | None = None
         self._forwarder: DashboardForwarder | None = None
 
@@ -110,11 +111,6 @@ class Sharing(Alone):
     def is_connected(self) -> bool:
         """Whether the scheduler answers."""
         return self.link.connected
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the scheduler in the cluster's place has answered."""
-        return self._is_joined
 
     @property
     def keeps(self) -> bool:
@@ -294,7 +290,7 @@ class Sharing(Alone):
     def _enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
         cluster = self._cluster
-        self.record, self._is_joined = record, False
+        self.record, self.is_joined = record, False
         self.link.counts = cluster.takes_lease and not self.is_inside
         number, security = record.scheduler.number, record.get_security()
         cluster.move(replace(cluster.place, number=number, record=record.id, security=security))
@@ -338,7 +334,7 @@ class Sharing(Alone):
                     ) from error
             await asyncio.sleep(timing.retry / 2)
         await self._cluster.connection.connect(address)
-        self._is_joined = True
+        self.is_joined = True
         self.failover.begin_anew()
         if self._follower is not None:
             self._follower.forget_workers()
@@ -371,7 +367,7 @@ class Sharing(Alone):
         while True:
             was_connected = self.link.connected
             try:
-                if not self._is_joined:
+                if not self.is_joined:
                     assert cluster.scheduler is not None
                     await self._join_within(timing.answer, str(cluster.scheduler.address))
                 board = await self.link.watch()
@@ -465,7 +461,7 @@ class Sharing(Alone):
             self._keeper.asked(group, **change)
         else:
             self.outbox.add(groups={group: change})
-        self._cluster.loop.add_callback(self.outbox.send_soon)
+        self._cluster.loop.add_callback(self.outbox.send_soon)  # type: ignore[union-attr]
         return None
 
     def wait(self, asked: Change | None) -> Any:
@@ -599,7 +595,7 @@ class Sharing(Alone):
                 keeper.want(last_board)
             await self._stop_all(record, keeper)
             cluster.move(replace(cluster.place, number=number))
-            self._is_joined = False
+            self.is_joined = False
             keeper.renew()
             self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
             await cluster.start.run(strict=False)
