@@ -25,6 +25,8 @@ import pytest
 import testbed
 from testbed import cgroups, networks
 
+from dask_cml import output
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -252,6 +254,23 @@ def holds() -> Callable[..., Awaitable[None]]:
         await asyncio.wait_for(wait(), seconds)
 
     return holds
+
+
+class _WrittenLogs(pytest.LogCaptureFixture):
+    """The captured logs, with what another thread is about to write; see ``dask_cml/output.py``."""
+
+    @property
+    def handler(self) -> Any:
+        output.flush(PATIENCE)
+        return super().handler
+
+
+@pytest.fixture
+def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    """Capture logs, as pytest does. Who reads them finds all that was logged before."""
+    logs = _WrittenLogs(request.node, _ispytest=True)
+    yield logs
+    logs._finalize()
 
 
 @pytest.fixture
