@@ -28,7 +28,8 @@ def write(directory: str, begun: range, ended: range) -> None:
     """Let sessions begin and end, as the keeper does, in another process than the reader."""
     from dask_cml.options import SessionSize
     from dask_cml.records import store
-    from dask_cml.sessions.entry import Launch, fact
+    from dask_cml.records.entries import fact
+    from dask_cml.sessions.entry import Launch
 
     with dask.config.set({"cml.state-directory": directory}):
         record = store.read("bench")

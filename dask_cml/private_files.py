@@ -99,8 +99,18 @@ def open_regular(path: Path) -> BinaryIO:
     ValueError
         If it is not a regular file.
     """
+    return open(_open(path, os.O_RDONLY), "rb")
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append to a regular file of this user, or create it for this user only. See :func:`open_regular`."""
+    with open(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        file.write(content)
+
+
+def _open(path: Path, flags: int) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise ValueError("it is not a regular file") from None
@@ -113,7 +123,7 @@ def open_regular(path: Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
-    return open(descriptor, "rb")
+    return descriptor
 
 
 def read_file(path: Path) -> bytes:

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 #: Bytes of the output's end that are printed if the program fails, and their lines.
@@ -480,21 +480,3 @@ def _is_gone(folder: str) -> bool:
     parent, name = os.path.split(folder)
     names = _list(parent)
     return names is not None and name not in names
-
-
-def code(title: str, arguments: Mapping[str, Any]) -> str:
-    """Return the code of a session. It is Python and no line begins with ``!``.
-
-    In such a line, IPython would expand $name and {expr}, and lose the exit status.
-
-    Parameters
-    ----------
-    title : str
-        What the session is, for readers.
-    arguments : mapping
-        The arguments of :func:`run`.
-    """
-    lines = [f"    {name!r}: {value!r}," for name, value in arguments.items() if value is not None]
-    path = os.path.abspath(__file__)
-    run = f"runpy.run_path({path!r})['run'](**session)"
-    return "\n".join([f"# {title}", "import runpy", "", "session = {", *lines, "}", run, ""])

@@ -20,8 +20,9 @@ from dask_cml.core.alone import Alone
 from dask_cml.layout import scheduler_file
 from dask_cml.options import state_directory
 from dask_cml.records import store
+from dask_cml.records.entries import fact
 from dask_cml.records.record import Record
-from dask_cml.sessions.entry import Launch, fact
+from dask_cml.sessions.entry import Launch
 
 #: The time at which recorded sessions were launched.
 LAUNCHED = 1790000000

@@ -15,7 +15,7 @@ from dask_cml import dask_utils, private_files
 from dask_cml.errors import CMLError
 from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, scheduler_file
 from dask_cml.options import Options, state_directory
-from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, read_file, write_file
+from dask_cml.private_files import MOST_BYTES, NotPrivate, append, make_folder, read_file, write_file
 from dask_cml.records import operations, store
 from dask_cml.records.record import SchedulerState
 from dask_cml.sessions.entry import Launch
@@ -103,6 +103,17 @@ def test_only_regular_files_are_read(tmp_path, kind):
             path.symlink_to("/dev/zero")
         with pytest.raises(ValueError, match="it is not a regular file"):
             read_file(path)
+
+
+def test_what_is_appended_is_for_its_owner_and_follows_no_link(tmp_path):
+    log, link = tmp_path / "log", tmp_path / "link"
+    link.symlink_to(log)
+    append(log, b"1\n")
+    append(log, b"2\n")
+    with pytest.raises(ValueError, match="not a regular file"):
+        append(link, b"3\n")
+    assert log.read_bytes() == b"1\n2\n"
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
 def test_a_new_file_belongs_to_its_writer_although_the_file_system_repeats_the_request(tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ from simulated.testing import eventually, simulated
 from dask_cml.errors import NoSuchCluster
 from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
 from dask_cml.options import SessionSize
+from dask_cml.records import entries
+from dask_cml.records.entries import fact
 from dask_cml.records.store import (
     RecordUnreadable,
     claim,
@@ -24,8 +26,7 @@ from dask_cml.records.store import (
     remove,
     write_sessions,
 )
-from dask_cml.sessions import entry
-from dask_cml.sessions.entry import Launch, fact, file_name, form, parse
+from dask_cml.sessions.entry import Launch, file_name, form, parse
 
 
 def names_in(folder):
@@ -193,9 +194,9 @@ def counted(monkeypatch):
 
         return counted
 
-    monkeypatch.setattr(entry, "read_fact", count("parsed", entry.read_fact))
+    monkeypatch.setattr(entries, "read_fact", count("parsed", entries.read_fact))
     listing = SimpleNamespace(**{**vars(os), "listdir": count("listed", os.listdir)})
-    monkeypatch.setattr(entry, "os", listing)
+    monkeypatch.setattr(entries, "os", listing)
     return calls
 
 
@@ -203,7 +204,7 @@ def counted(monkeypatch):
 def clock(monkeypatch):
     """The real clock, set by hand."""
     clock = SimpleNamespace(now=1000.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(entry, "time", clock)
+    monkeypatch.setattr(entries, "time", clock)
     return clock
 
 
@@ -284,8 +285,8 @@ def test_another_cluster_of_the_same_name_has_its_own_sessions(state):
 @pytest.fixture
 def small(monkeypatch):
     """Packs of a few names."""
-    monkeypatch.setattr(entry, "_LEAST", 4)
-    monkeypatch.setattr(entry, "_MOST", 6)
+    monkeypatch.setattr(entries, "_LEAST", 4)
+    monkeypatch.setattr(entries, "_MOST", 6)
 
 
 @pytest.fixture
@@ -301,7 +302,7 @@ def many(state, small):
 
 def known_anew(name="a"):
     """Return a record as a process reads it that has read nothing before."""
-    entry._listings.clear()
+    entries._listings.clear()
     return read(name)
 
 
@@ -336,7 +337,7 @@ def test_few_ended_sessions_are_not_packed(state):
 def test_a_reader_of_packs_reads_each_once(many, monkeypatch):
     pack_all(many)
     read("a")
-    monkeypatch.setattr(entry, "read_file", None)
+    monkeypatch.setattr(entries, "read_file", None)
     launch(many, "session-new")
     assert "session-new" in read("a").launches
 
@@ -356,7 +357,7 @@ def test_a_session_that_is_written_again_after_its_files_were_packed_stays_ended
 
 def test_a_fact_about_a_packed_session_is_written(many):
     pack_all(many)
-    entry._listings.clear()
+    entries._listings.clear()
     write_sessions(many, [], [fact("session-7", "ended", LAUNCHED + 1, "killed")])
     for again in read("a"), known_anew():
         over = again.ended["session-7"]
@@ -415,7 +416,7 @@ def test_packs_that_cannot_be_trusted_make_the_record_unreadable_and_end_no_clus
     else:
         (packs / "new").write_bytes(b"\xff\n")
         (packs / "new").chmod(0o600)
-    entry._listings.clear()
+    entries._listings.clear()
     with pytest.raises(RecordUnreadable):
         read("a")
     assert not has_ended(many)

@@ -10,9 +10,9 @@ import sys
 import pytest
 from terminals import STEERING
 
-from dask_cml import wrapper
 from dask_cml.errors import CMLError
 from dask_cml.sessions import session_logs
+from dask_cml.sessions.plan import session_code
 from dask_cml.sessions.session_logs import SessionLogs, Warnings, last_lines, log_folder, log_path
 from dask_cml.words import printable
 from dask_cml.wrapper import Log
@@ -224,7 +224,7 @@ def test_what_a_failed_program_has_printed_steers_no_console(tmp_path):
     command = [sys.executable, "-c", f"print('last words {STEERING}'); exit(1)"]
     session = {"command": command, "log": str(tmp_path / "log"), "program": "it", "folder": str(tmp_path)}
     ran = subprocess.run(
-        [sys.executable, "-c", wrapper.code("It", session)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", session_code("It", session)], capture_output=True, text=True, timeout=60
     )
     words, _ = ran.stdout.splitlines()
     assert words == f"last words {printable(STEERING)}"

@@ -34,11 +34,10 @@ from dask_cml.layout import (
     scheduler_file,
 )
 from dask_cml.options import SessionSize, state_directory
-from dask_cml.records import operations, store
+from dask_cml.records import entries, operations, store
 from dask_cml.records.record import VERSION, Record, SchedulerState
 from dask_cml.records.store import has_ended, read, records, remove
 from dask_cml.records.usage import usage_of
-from dask_cml.sessions import entry
 from dask_cml.sessions.entry import Launch
 
 FILES = sorted([RECORD_FILE, LOGS_FOLDER, SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER, board_file(0)])
@@ -587,7 +586,7 @@ def die_at(what, step):
     elif what == "end":
         end(old, "session-1", "session-2")
     elif what == "pack":
-        entry._LEAST = 4
+        entries._LEAST = 4
         store.pack_ended(old)
     elif what == "replace":
         remove(old)
@@ -637,7 +636,7 @@ def test_a_session_is_running_or_ended_whenever_the_writer_dies(state, fork):
 
 
 def test_nothing_is_lost_or_counted_twice_whenever_the_packer_dies(state, fork, monkeypatch):
-    monkeypatch.setattr(entry, "_LEAST", 1)
+    monkeypatch.setattr(entries, "_LEAST", 1)
     record = new_record("a")
     seen = set()
     for step in range(1, 100):
@@ -654,7 +653,7 @@ def test_nothing_is_lost_or_counted_twice_whenever_the_packer_dies(state, fork, 
                 store.pack_ended(before)
             for first_time in False, True:
                 if first_time:
-                    entry._listings.clear()
+                    entries._listings.clear()
                 again = read("a")
                 assert (again.launches, again.ended) == (before.launches, before.ended)
                 assert usage_of(again, 0.0) == usage_of(before, 0.0)
@@ -680,7 +679,7 @@ def test_readers_find_every_session_while_two_processes_pack_and_others_write(st
     while any(process.is_alive() for process in (*packers, *writers)):
         first_reads += 1
         if first_reads % 2:
-            entry._listings.clear()
+            entries._listings.clear()
         again = read("a")
         assert known.keys() <= again.ended.keys()
         assert not again.launches.keys() & again.ended.keys()
@@ -692,7 +691,7 @@ def test_readers_find_every_session_while_two_processes_pack_and_others_write(st
 
 
 def pack_until(record, n):
-    entry._LEAST = 8
+    entries._LEAST = 8
     while len(read("a").ended) < n:
         store.pack_ended(record)
 

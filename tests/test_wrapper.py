@@ -13,6 +13,7 @@ import pytest
 
 from dask_cml import wrapper
 from dask_cml.sessions import session_logs
+from dask_cml.sessions.plan import session_code
 from dask_cml.sessions.session_logs import SessionLogs
 
 #: A program that starts another one, which holds its output, and ends.
@@ -49,7 +50,7 @@ def run(tmp_path):
             "folder": str(tmp_path),
         }
         ran = subprocess.run(
-            [sys.executable, "-c", wrapper.code("It", session)],
+            [sys.executable, "-c", session_code("It", session)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -46,8 +46,9 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
+from dask_cml.records.entries import pack_entries, read_entries, write_entries
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.sessions.entry import Launch, pack_entries, read_entries, write_entries
+from dask_cml.sessions.entry import Launch
 
 #: Folders with such names, and of this age in seconds, were left behind by a crash.
 _LEFTOVERS, _LEFTOVER_AGE = (".claim-", ".removed-"), 600.0

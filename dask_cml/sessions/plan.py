@@ -14,7 +14,6 @@ from urllib.parse import quote
 import dask
 from distributed.security import Security
 
-from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
 from dask_cml.layout import (
     ALLOCATION_LIMIT,
@@ -49,6 +48,8 @@ _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 _RESERVED, _RESERVED_BY_THREAD = 2 * 2**30, 2**27
 #: Characters of a record's id in the name of a session on the platform.
 _ID_LENGTH = 6
+#: The program of a session, which the session's kernel runs by its path.
+_WRAPPER = Path(__file__).parent.parent / "wrapper.py"
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def _plan(
     session["name"] = quote(started, safe="")
     session["scheduler_file"] = scheduler_file(place.number)
     session["command"] = command + arguments
-    code = wrapper.code(f"{role} of the Dask cluster {options.name!r}", session)
+    code = session_code(f"{role} of the Dask cluster {options.name!r}", session)
     own = {"PYTHONUNBUFFERED": "1"}
     if os.environ.get(GANG):
         own[NO_GANG] = "true"
@@ -299,3 +300,20 @@ def _plan(
     if place.record is not None:
         env[CLIENT_NAME] = inside_name(place.record)
     return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env})
+
+
+def session_code(title: str, arguments: Mapping[str, Any]) -> str:
+    """Return the code of a session. It is Python and no line begins with ``!``.
+
+    In such a line, IPython would expand $name and {expr}, and lose the exit status.
+
+    Parameters
+    ----------
+    title : str
+        What the session is, for readers.
+    arguments : mapping
+        The arguments of :func:`dask_cml.wrapper.run`.
+    """
+    lines = [f"    {name!r}: {value!r}," for name, value in arguments.items() if value is not None]
+    run = f"runpy.run_path({str(_WRAPPER)!r})['run'](**session)"
+    return "\n".join([f"# {title}", "import runpy", "", "session = {", *lines, "}", run, ""])

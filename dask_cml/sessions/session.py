@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.checks import web_link
 from dask_cml.options import Options, SessionSize
+from dask_cml.private_files import append
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import UNLISTED, SessionInfo, has_ended, is_pending, reason_of, time_of
 from dask_cml.sessions.causes import Loss
@@ -24,7 +26,6 @@ from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.session_logs import LOST, last_lines
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
-from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
 #: Seconds in `scheduling` after which a session counts as queued.
@@ -323,7 +324,8 @@ class CMLProcess(ProcessInterface):
     async def note_loss(self, loss: Loss) -> None:
         """Note why the session was lost, also in its log, if possible."""
         self.loss = loss.cause.value
-        await asyncio.to_thread(Log(str(self.plan.log)).write, f"{LOST}{loss.words}]\n".encode())
+        with contextlib.suppress(OSError, ValueError):
+            await asyncio.to_thread(append, self.plan.log, f"{LOST}{loss.words}]\n".encode())
 
     async def failure(self, what: str) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.

@@ -13,9 +13,10 @@ from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
 from dask_cml.output import Logger
 from dask_cml.records import store
+from dask_cml.records.entries import fact
 from dask_cml.records.record import Record
 from dask_cml.sessions.answers import time_of
-from dask_cml.sessions.entry import Launch, fact
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.process import CMLScheduler

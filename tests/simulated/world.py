@@ -20,10 +20,10 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 from dask_cml import cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.records import liveness, operations, record, store
+from dask_cml.records import entries, liveness, operations, record, store
 from dask_cml.scheduler import lifetime, plugin, questions, state_file
 from dask_cml.serve import clusters
-from dask_cml.sessions import calls, entry, here
+from dask_cml.sessions import calls, here
 from dask_cml.sessions import session as sessions
 from dask_cml.sharing import sharing
 
@@ -147,7 +147,7 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entry, ending)),
+        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entries, ending)),
         *((module, "os", files) for module in (ending, questions, state_file, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "os", files),
