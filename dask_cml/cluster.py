@@ -70,7 +70,7 @@ from dask_cml.sessions import here, tls
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
-from dask_cml.sessions.session import CMLProcess, Session
+from dask_cml.sessions.session import CMLProcess, Phase, Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.validation import with_numbers
@@ -849,11 +849,13 @@ class CMLCluster(SpecCluster):
             [name for name in self.processes.others if name not in self.worker_spec]
         )
         connected = connected_names(self)
-        unwanted = [worker for worker in self.processes.workers() if worker.name not in self.worker_spec]
+        unwanted = self.retirements.unwanted
         holding = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
         await self.retirements.retire([worker for worker in holding if self.retirements.may_retire(worker)])
         held = {worker.name for worker in holding}
-        return [worker for worker in unwanted if worker.retired or worker.name not in held]
+        return [
+            worker for worker in unwanted if self.retirements.of(worker).is_done or worker.name not in held
+        ]
 
     async def _stop_unwanted(self, retired: Sequence[CMLWorker]) -> None:
         """Stop the sessions of retired workers, and those without a worker."""
@@ -958,9 +960,7 @@ class CMLCluster(SpecCluster):
         while True:
             self.woken.clear()
             await self._look()
-            starting = any(
-                worker.waits_for is None and not worker.is_known_to_run for worker in self.processes.wanted()
-            )
+            starting = any(worker.phase is Phase.LAUNCHED for worker in self.processes.wanted())
             interval = timing.starting_look if starting else timing.look
             await wait_until_set(self.woken, min(interval, self.launches.pause))
 

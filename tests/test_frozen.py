@@ -17,6 +17,7 @@ from testbed import networks
 from dask_cml import CMLCluster, local
 from dask_cml.local import processes
 from dask_cml.protocol import HELD
+from dask_cml.sessions.session import Phase
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -150,7 +151,7 @@ async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, l
     with dask.config.set({"cml.api.watch-interval": "2s", "cml.api.poll-interval": "10ms"}):
         async with make(n_workers=1) as cluster:
             await holds(lambda: arrived(cluster) == 1)
-            await holds(lambda: all(worker.is_known_to_run for worker in cluster.workers.values()))
+            await holds(lambda: all(worker.phase is Phase.RUNNING for worker in cluster.workers.values()))
             settled = len(listings) + 1  # one may be under way
             await holds(lambda: len(listings) == settled + 3)
             assert listings[settled + 2] - listings[settled] > 3

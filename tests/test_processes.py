@@ -23,6 +23,7 @@ from dask_cml.sessions import calls, process, session, tls
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.session import Phase
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
 
@@ -469,24 +470,24 @@ async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api,
     assert (session.status, session.address) == ("scheduling", None)
     assert session.app_url == f"https://{session.id}.cml.example.com/"
     assert before <= session.since <= datetime.now(timezone.utc)
-    assert not worker.is_known_to_run
+    assert worker.phase is Phase.LAUNCHED
 
     stub.set(session.id, "running")
     assert not worker.update(await api.sessions())
     assert (worker.session.status, worker.session.address) == ("running", None)
-    assert not worker.is_known_to_run
+    assert worker.phase is Phase.LAUNCHED
 
     stub.set(session.id, ip_address="10.0.0.7")
     assert not worker.update(await api.sessions())
     assert worker.session.address == "10.0.0.7"
-    assert worker.is_known_to_run
+    assert worker.phase is Phase.RUNNING
     assert not worker.update({})
-    assert worker.is_known_to_run
+    assert worker.phase is Phase.RUNNING
 
     stub.set(session.id, "timedout")
     assert worker.update(await api.sessions())
     assert worker.session.status == "timedout"
-    assert not worker.is_known_to_run
+    assert worker.phase is Phase.ENDED
 
 
 async def test_a_session_that_the_list_lacks_for_long_and_had_before_is_not_known_to_have_ended(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import dask.config
@@ -24,13 +24,15 @@ from dask_cml.output import Logger
 from dask_cml.rpc import NO_ANSWER, Ask
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
-from dask_cml.sessions.session import note_reasons
+from dask_cml.sessions.session import Phase, note_reasons
 from dask_cml.timing import timing
 
 logger = Logger(__name__)
 
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
+#: The names of the events of which other processes learn.
+_EVENTS = {Phase.QUEUED: "waiting", Phase.RUNNING: "running"}
 
 
 class Losses:
@@ -52,6 +54,8 @@ class Losses:
         self._watch_interval: float = setting("api.watch-interval")
         #: When the platform has listed the sessions last.
         self._listed = -math.inf
+        #: The phases of the wanted workers of which other processes know.
+        self._phases: dict[CMLWorker, Phase] = {}
 
     async def find(self, heard_since: float) -> dict[str, Loss]:
         """Return why wanted workers are lost, by their names.
@@ -68,20 +72,13 @@ class Losses:
         OSError, asyncio.TimeoutError, CMLError
             If the scheduler does not answer.
         """
-        now, connected = time.monotonic(), connected_names(self._cluster)
-        wanted = self._processes.wanted()
-        incomplete = missing(wanted, connected)
-        incomplete_names = {worker.name for worker in incomplete}
-        for worker in wanted:
-            if not worker.has_arrived and worker.name not in incomplete_names:
-                worker.has_arrived = True
-                self._launches.backoff(self._cluster.groups.group_of(worker.name)).arrived(now)
+        incomplete, wanted = self._note_connected(), self._processes.wanted()
         if losses := noticed(wanted, self._cluster.sharing.leaving):
             return losses
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
-        is_due = now - self._listed >= self._watch_interval
-        if not (incomplete or is_due or any(not worker.is_known_to_run for worker in wanted)):
+        is_due = time.monotonic() - self._listed >= self._watch_interval
+        if not (incomplete or is_due or any(worker.phase is not Phase.RUNNING for worker in wanted)):
             return {}
         listing = await self._cluster.api.sessions()
         self._listed = time.monotonic()
@@ -94,9 +91,23 @@ class Losses:
         if dead:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
             await drop(self._cluster, dead)
-        incomplete = missing(self._processes.wanted(), connected_names(self._cluster) - dead)
+        incomplete = self._note_connected(dead)
         await self._adoption.take_started(incomplete, listing)
         return await find_losses(incomplete, self._cluster.ask, time.monotonic() - heard_since)
+
+    def _note_connected(self, dead: Set[str] = frozenset()) -> list[CMLWorker]:
+        """Note which Dask workers are connected. Return the wanted workers that lack one."""
+        connected = connected_names(self._cluster) - dead
+        incomplete = []
+        for worker in self._processes.wanted():
+            had_arrived = worker.has_arrived
+            worker.note_connected(connected)
+            if worker.has_arrived and not had_arrived:
+                group = self._cluster.groups.group_of(worker.name)
+                self._launches.backoff(group).arrived(time.monotonic())
+            if not worker.is_complete:
+                incomplete.append(worker)
+        return incomplete
 
     async def replace(self, losses: Mapping[str, Loss]) -> None:
         """Want other workers instead of lost ones. Their sessions are stopped by the next step."""
@@ -113,14 +124,15 @@ class Losses:
                 await workers[name].note_loss(loss)
 
     def note_states(self) -> None:
-        """Note which sessions are queued, and which run."""
+        """Tell other processes which sessions have been queued, and which run, since the last call."""
+        before, self._phases = self._phases, {}
         for worker in self._processes.wanted():
-            state = "running" if worker.is_known_to_run else None
-            if worker.waits_for is not None:
-                state = "waiting"
-            if state is not None and state != worker.logged:
-                worker.logged = state
-                self._cluster.sharing.event(state, worker.name)
+            phase = worker.phase
+            if phase not in _EVENTS:
+                phase = before.get(worker, phase)
+            elif phase is not before.get(worker):
+                self._cluster.sharing.event(_EVENTS[phase], worker.name)
+            self._phases[worker] = phase
 
     def note_connected(self, names: Iterable[str]) -> None:
         """Note Dask workers that have connected. Some may be gone before the next look."""
@@ -136,29 +148,13 @@ def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[st
     return {worker.name: Loss(Cause.EVICTED, "evicted, with notice") for worker in evicted}
 
 
-def missing(workers: Collection[CMLWorker], connected: set[str]) -> list[CMLWorker]:
-    """Note which Dask workers are connected now, and return the workers that lack a Dask worker."""
-    incomplete, now = [], time.monotonic()
-    for worker in workers:
-        if connected.issuperset(worker.dask_names):
-            worker.gone_since = None
-            worker.seen.update(worker.dask_names)
-            continue
-        present = connected.intersection(worker.dask_names)
-        worker.seen |= present
-        is_gone = len(worker.seen) == len(worker.dask_names)
-        worker.gone_since = (worker.gone_since or now) if is_gone else None
-        incomplete.append(worker)
-    return incomplete
-
-
 async def find_losses(workers: Collection[CMLWorker], ask: Ask, heard_for: float) -> dict[str, Loss]:
     """Return why workers that lack a Dask worker are lost, by their names. Other workers may still connect.
 
     Parameters
     ----------
     workers : collection of CMLWorker
-        The result of :func:`missing`. Their states are those of the platform's last list.
+        Workers that lack a Dask worker. Their states are those of the platform's last list.
     ask : callable
         Asks the scheduler what it knew last of them.
     heard_for : float
@@ -194,7 +190,7 @@ def _is_over(worker: CMLWorker) -> bool:
     if worker.has_ended or worker.was_closed:
         return True
     gone_for = math.inf if worker.gone_since is None else time.monotonic() - worker.gone_since
-    return worker.is_unlisted and gone_for > timing.unlisted
+    return worker.phase is Phase.MISSING and gone_for > timing.unlisted
 
 
 async def _find_late(workers: Collection[CMLWorker], ask: Ask, heard_for: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dask_cml.cancellation import within
 from dask_cml.core.interface import Cluster
 from dask_cml.output import Logger
 from dask_cml.sessions.process import CMLWorker
-from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.session import CMLProcess, Phase
 from dask_cml.timing import timing
 
 logger = Logger(__name__)
@@ -77,21 +77,11 @@ class Processes:
     def queued(self, group: str | None = None) -> list[CMLWorker]:
         """Return the wanted workers that are queued."""
         workers = self.wanted(group)
-        return [worker for worker in workers if not worker.seen and worker.waits_for is not None]
+        return [worker for worker in workers if not worker.seen and worker.phase is Phase.QUEUED]
 
     def waits(self, group: str | None = None) -> list[float]:
         """Return how long the wanted workers that are queued have waited, in seconds."""
         return [worker.waits_for for worker in self.queued(group) if worker.waits_for is not None]
-
-    @property
-    def staying(self) -> Sequence[str]:
-        """The workers that cannot be stopped now, because no other worker can take their data."""
-        staying = []
-        for worker in self.workers():
-            is_unwanted = worker.name not in self._cluster.worker_spec
-            if is_unwanted and worker.cannot_move_to is not None and not worker.retired:
-                staying.append(worker.name)
-        return staying
 
     async def close_others(self, names: Sequence[str]) -> None:
         """Close a subclass's workers that are no sessions of the platform."""

@@ -7,7 +7,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from distributed.protocol import pickle
 
@@ -33,6 +35,30 @@ _NO_LIMIT = 7 * 24 * 3600.0
 _AT_ONCE = 100
 
 
+@dataclass
+class Retirement:
+    """How far the retirement of a worker is.
+
+    Parameters
+    ----------
+    since : float or None
+        Since when the worker moves its data to others, by the monotonic clock. None: it does not.
+    is_done : bool
+        Whether its session can be stopped.
+    cannot_move_to : set of str or None
+        If it must stay: the other Dask workers, none of which could take its data.
+    """
+
+    since: float | None = None
+    is_done: bool = False
+    cannot_move_to: set[str] | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether no other worker could take its data."""
+        return self.cannot_move_to is not None and not self.is_done
+
+
 class Retirements:
     """Retires workers in tasks, so that a worker that does not answer blocks nothing else.
 
@@ -48,18 +74,34 @@ class Retirements:
         self._cluster, self._processes = cluster, processes
         self._limit: float = setting("retire-timeout")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._begun: WeakKeyDictionary[CMLWorker, Retirement] = WeakKeyDictionary()
+
+    def of(self, worker: CMLWorker) -> Retirement:
+        """Return how far the retirement of a worker is."""
+        return self._begun.get(worker) or Retirement()
+
+    @property
+    def unwanted(self) -> list[CMLWorker]:
+        """The workers that are launched, and not in ``worker_spec``."""
+        spec = self._cluster.worker_spec
+        return [worker for worker in self._processes.workers() if worker.name not in spec]
+
+    @property
+    def staying(self) -> Sequence[str]:
+        """The workers that cannot be stopped now, because no other worker can take their data."""
+        return [worker.name for worker in self.unwanted if self.of(worker).stays]
 
     @property
     def words(self) -> str | None:
         """The workers whose retirement takes long, or is not possible now. None if there are none."""
         now, connected = time.monotonic(), connected_names(self._cluster)
         late = []
-        for name, worker in [*self._cluster.workers.items()]:
-            if name in self._cluster.worker_spec or not isinstance(worker, CMLWorker):
-                continue
-            is_late = now - (worker.retiring_since or now) > timing.long_retirement
-            if connected.intersection(worker.dask_names) and (is_late or worker.cannot_move_to is not None):
-                late.append(name)
+        for worker in self.unwanted:
+            retirement = self.of(worker)
+            is_late = now - (retirement.since or now) > timing.long_retirement
+            is_stuck = is_late or retirement.cannot_move_to is not None
+            if is_stuck and connected.intersection(worker.dask_names):
+                late.append(worker.name)
         return f"waiting for the data of {', '.join(sorted(late))}" if late else None
 
     async def choose(self, group: str, n: int, **arguments: Any) -> list[str]:
@@ -72,18 +114,19 @@ class Retirements:
 
     def may_retire(self, worker: CMLWorker) -> bool:
         """Return whether to retire a worker now, or again because others have connected since."""
-        if worker.retired or worker.retiring_since is not None:
+        retirement = self.of(worker)
+        if retirement.is_done or retirement.since is not None:
             return False
-        if worker.cannot_move_to is None or not self._cluster.worker_spec:
+        if retirement.cannot_move_to is None or not self._cluster.worker_spec:
             return True
         others = connected_names(self._cluster).difference(worker.dask_names)
-        return not others <= worker.cannot_move_to
+        return not others <= retirement.cannot_move_to
 
     async def retire(self, workers: Sequence[CMLWorker]) -> None:
         """Start to retire workers, and wait for some seconds: most move their data in less."""
         if workers:
             for worker in workers:
-                worker.retiring_since = time.monotonic()
+                self._begun.setdefault(worker, Retirement()).since = time.monotonic()
             task = asyncio.create_task(self._retire(workers))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -109,16 +152,17 @@ class Retirements:
             logger.warning("Workers %s not retired yet: %s", [worker.name for worker in workers], error)
         else:
             for worker in workers:
-                worker.retired = worker.name not in staying
-                if worker.retired:
+                retirement = self._begun[worker]
+                retirement.is_done = worker.name not in staying
+                if retirement.is_done:
                     continue
-                if worker.cannot_move_to is None:
+                if retirement.cannot_move_to is None:
                     self._cluster.tell(f"Worker {worker.name} stays until other workers can take its data")
-                worker.cannot_move_to = connected.difference(worker.dask_names)
+                retirement.cannot_move_to = connected.difference(worker.dask_names)
             self._cluster.woken.set()
         finally:
             for worker in workers:
-                worker.retiring_since = None
+                self._begun[worker].since = None
 
     async def _hand_over(self, workers: Sequence[CMLWorker]) -> set[str]:
         """Move the data of workers to others. Return the workers whose data no other worker can take."""

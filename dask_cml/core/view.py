@@ -108,7 +108,7 @@ class View(Sessions):
     @property
     def staying(self) -> Sequence[str]:
         """The workers that cannot be stopped now, because no other worker can take their data."""
-        return self._processes.staying
+        return self._retirements.staying
 
     @property
     def not_stopped(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Set
 from typing import Any
 from urllib.parse import quote
 
@@ -208,18 +209,12 @@ class CMLWorker(CMLProcess):
         The names of the Dask workers in the session.
     seen : set of str
         The names of its Dask workers that have been connected.
+    is_complete : bool
+        Whether all its Dask workers are connected.
     has_arrived : bool
         Whether all its Dask workers have been connected at once.
     gone_since : float or None
         Since when a Dask worker has been missing, after all have been connected.
-    retiring_since : float or None
-        Since when it moves its data to other workers.
-    retired : bool
-        Whether its session can be stopped.
-    cannot_move_to : set of str or None
-        If it must stay: the other Dask workers, none of which could take its data.
-    logged : str or None
-        What the scheduler's log of events says of its session.
     """
 
     role = "worker"
@@ -243,12 +238,17 @@ class CMLWorker(CMLProcess):
         self._place = place
         self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()
-        self.has_arrived = False
+        self.is_complete = self.has_arrived = False
         self.gone_since: float | None = None
-        self.retiring_since: float | None = None
-        self.retired = False
-        self.cannot_move_to: set[str] | None = None
-        self.logged: str | None = None
+
+    def note_connected(self, connected: Set[str]) -> None:
+        """Note which of its Dask workers are connected now."""
+        present = connected & {*self.dask_names}
+        self.seen |= present
+        self.is_complete = len(present) == len(self.dask_names)
+        self.has_arrived = self.has_arrived or self.is_complete
+        is_gone = not self.is_complete and len(self.seen) == len(self.dask_names)
+        self.gone_since = (self.gone_since or time.monotonic()) if is_gone else None
 
     async def started_session(self) -> str | None:
         """Return the session that has taken this worker's name. None: none has, or it cannot be read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,23 @@ from dask_cml.timing import timing
 _LOG_LINES = 15
 #: Seconds in `scheduling` after which a session counts as queued.
 _WAITS_AFTER = 10.0
+
+
+class Phase(enum.Enum):
+    """How far a session is."""
+
+    #: It is not launched.
+    PLANNED = "planned"
+    #: The platform has accepted its launch, and does not say yet that it runs.
+    LAUNCHED = "launched"
+    #: The platform has no room for it yet.
+    QUEUED = "queued"
+    #: The platform lists it as running, with an address.
+    RUNNING = "running"
+    #: It has been missing in the platform's list for a while. It may still run.
+    MISSING = "missing"
+    #: The platform lists it as ended, or it was stopped.
+    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -237,9 +255,19 @@ class CMLProcess(ProcessInterface):
         return ip if ip and ip != "unknown" else None
 
     @property
-    def is_known_to_run(self) -> bool:
-        """Whether the platform lists the session as running, with an address."""
-        return self.adopted or (self.info.get("status") == "running" and self.ip_address is not None)
+    def phase(self) -> Phase:
+        """How far the session is, by the platform's last list."""
+        if self.info.get("id") is None:
+            return Phase.PLANNED
+        if self.has_ended or self.status == Status.closed:
+            return Phase.ENDED
+        if self.info.get("status") == UNLISTED:
+            return Phase.MISSING
+        if self.waits_for is not None:
+            return Phase.QUEUED
+        # The platform may not list an adopted session to this process.
+        runs = self.adopted or (self.info.get("status") == "running" and self.ip_address is not None)
+        return Phase.RUNNING if runs else Phase.LAUNCHED
 
     @property
     def waits_for(self) -> float | None:
@@ -265,11 +293,6 @@ class CMLProcess(ProcessInterface):
     def is_missing(self) -> bool:
         """Whether the platform's last list lacks the session, and has contained it before."""
         return self._missing_since is not None
-
-    @property
-    def is_unlisted(self) -> bool:
-        """Whether it has been missing in the platform's list for a while. It may still run."""
-        return self.info.get("status") == UNLISTED
 
     @property
     def runs_for(self) -> float:
