@@ -166,11 +166,18 @@ def local_platform() -> Iterator[None]:
         leaked = [session for session in leaked if not session["stop_requested"]]
         processes = end_all(directory / "local")
         groups = cgroups_left()
-        shutil.rmtree(directory)
+        remove(directory)
     assert not unclosed, "the test left clusters open"
     assert not leaked, "the test left sessions live"
     assert not processes, "stopped sessions left processes"
     assert not groups, "sessions left cgroups"
+
+
+def remove(directory: Path) -> None:
+    """Remove a folder. A thread whose answer nobody awaits any more may still create a folder in it."""
+    deadline = time.monotonic() + PATIENCE
+    while directory.exists() and time.monotonic() < deadline:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def end_all(directory: Path) -> list[str]:

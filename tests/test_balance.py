@@ -131,7 +131,8 @@ async def test_workers_that_come_later_get_their_share_while_other_tasks_are_que
                 ]
 
             try:
-                await holds(lambda: gpu_tasks() == [4, 4, 4] and running.queued)
+                # The third may come while six tasks are on their way to the second. Then two are left for it.
+                await holds(lambda: len(gpu_tasks()) == 3 and max(gpu_tasks()) <= 6 and running.queued)
             finally:
                 await Event("go", client=client).set()
             await client.gather(gpu)
