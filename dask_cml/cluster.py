@@ -959,10 +959,17 @@ class CMLCluster(SpecCluster):
     async def _look_for_ever(self) -> None:
         while True:
             self.woken.clear()
-            await self._look()
-            starting = any(worker.phase is Phase.LAUNCHED for worker in self.processes.wanted())
-            interval = timing.starting_look if starting else timing.look
-            await wait_until_set(self.woken, min(interval, self.launches.pause))
+            interval = timing.look
+            try:
+                await self._look()
+                if any(worker.phase is Phase.LAUNCHED for worker in self.processes.wanted()):
+                    interval = timing.starting_look
+                interval = min(interval, self.launches.pause)
+            except Exception as error:  # a programming error, or of a subclass
+                if self.messages.failure is None:
+                    logger.exception("Cannot manage cluster %s", self.options.name)
+                self.messages.failure = f"cannot manage the cluster: {error!r}"
+            await wait_until_set(self.woken, interval)
 
     async def _look(self) -> None:
         """Find lost workers and replace them in ``worker_spec``. Then take a step."""
@@ -986,10 +993,6 @@ class CMLCluster(SpecCluster):
             logger.info("Scheduler of cluster %s not asked: %s", self.options.name, error)
         except (*NO_ANSWER, CMLError, ValueError) as error:
             logger.warning("Cannot manage cluster %s: %s", self.options.name, str(error) or repr(error))
-        except Exception as error:  # a programming error, or of a subclass
-            if self.messages.failure is None:
-                logger.exception("Cannot manage cluster %s", self.options.name)
-            self.messages.failure = f"cannot manage the cluster: {error!r}"
         await self.messages.tell_outage()
 
     # -- start
@@ -1153,25 +1156,31 @@ class CMLCluster(SpecCluster):
                 self.woken.set()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost, and asks a lost one for
-        # Dask's long connect timeout. Another scheduler replaces it.
+        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost: another replaces it.
+        # It keeps its last answer as `scheduler_info`, although the keeper may know of more workers by now.
         deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
-        what, time_left = f"{n_workers} workers not connected", timeout
+        n_running = 0
         while True:
             if self.sharing.is_connected:
+                limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
+                scheduler: Any = self.scheduler_comm
                 try:
-                    await super()._wait_for_workers(n_workers, time_left)
-                    return
-                except TimeoutError:  # which is an OSError, too
-                    raise
-                except OSError:
-                    logger.debug("Scheduler of cluster %s lost while %s", self.options.name, what)
-            self.check_running(what)
+                    answer = await within(limit, scheduler.identity())
+                except NO_ANSWER as error:
+                    logger.debug("Workers of cluster %s not counted: %r", self.options.name, error)
+                else:
+                    if not self.is_keeper:
+                        workers = with_numbers(answer["workers"])
+                        self.scheduler_info = SchedulerInfo({**answer, "workers": workers})
+                    running = Status.running.name
+                    n_running = sum(info["status"] == running for info in answer["workers"].values())
+                    if n_workers <= min(n_running, len(self.scheduler_info["workers"])):
+                        return
+            self.check_running(f"{n_workers} workers not connected")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} within {timeout} s: the scheduler does not answer")
+                why = "" if self.sharing.is_connected else ": the scheduler does not answer"
+                raise TimeoutError(f"Only {n_running}/{n_workers} workers arrived after {timeout}{why}")
             await asyncio.sleep(timing.collect)
-            if timeout is not None:
-                time_left = max(0.01, deadline - time.monotonic())
 
     # -- end
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import dask
 import pytest
@@ -361,3 +362,25 @@ async def test_the_loop_reads_and_writes_no_file_of_the_cluster(platform, light,
         is_on = False
     assert elsewhere
     assert not in_loop
+
+
+@pytest.mark.usefixtures("slowly_alone")
+@simulated
+async def test_who_waits_for_workers_does_not_let_the_keeper_forget_one(it, monkeypatch):
+    """The scheduler tells of a new worker by another connection, which may be faster than an older answer."""
+
+    async def identity():
+        answer = await comm.identity()
+        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
+        return answer
+
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        comm = cluster.scheduler_comm
+        monkeypatch.setattr(cluster, "scheduler_comm", SimpleNamespace(identity=identity))
+        waiting = asyncio.create_task(cluster.wait_for_workers(1))
+        await asyncio.sleep(0.5)
+        cluster.scale(2)
+        await waiting
+        cluster.scheduler_comm = comm
+        assert len(cluster.scheduler_info["workers"]) == 2

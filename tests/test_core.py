@@ -312,3 +312,15 @@ async def test_its_scaling_can_be_awaited(it):
     async with simulate(AloneCluster) as cluster:
         await cluster.scale(1)
         assert len(cluster.worker_spec) == 1
+
+
+@simulated
+async def test_a_group_that_is_added_again_is_launched_although_it_had_given_up(it):
+    it.platform.doom("fails", times=20, key="big-0")
+    with dask.config.set({"cml.failure-limit": 1}):
+        async with simulate(AloneCluster, name="mine") as cluster:
+            await cluster.add_worker_group("big", n_workers=1)
+            await eventually(lambda: cluster.view.gave_up)
+            await cluster.delete_worker_group("big")
+            await cluster.add_worker_group("big", n_workers=1)
+            await eventually(lambda: arrived(cluster) == 1)

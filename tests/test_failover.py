@@ -28,12 +28,12 @@ from clusters import (
     simulate,
     target,
 )
-from distributed import Client
+from distributed import Client, Scheduler
 from distributed.core import Status
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLCluster, address, protocol
+from dask_cml import CMLCluster, CMLError, address, protocol
 from dask_cml.layout import board_file
 from dask_cml.observers import ObservedCluster, Observers
 from dask_cml.options import state_directory
@@ -43,6 +43,7 @@ from dask_cml.records.record import Maker
 from dask_cml.records.usage import usage_of
 from dask_cml.scheduler import plugin
 from dask_cml.sharing import failover, sharing
+from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -944,3 +945,44 @@ async def test_a_scheduler_that_is_lost_while_it_starts_is_replaced(it, stage):
         assert await client.submit(sum, [1, 2]) == 3
         assert all(future.status in ("cancelled", "finished") for future in busy)
         await eventually(lambda: not {*store.read("lab").sessions.values()} - {"scheduler", *cluster.workers})
+
+
+async def test_another_scheduler_at_the_old_address_is_not_taken_for_the_lost_one():
+    record = SimpleNamespace(id="of the cluster", scheduler=SimpleNamespace(number=0))
+    async with Scheduler(dashboard=False, port=0, host="127.0.0.1") as stranger:
+        link = Link("me", "mine", counts=True)
+        link.address = stranger.address
+        assert not await failover.Failover(None, link, None)._answers(record)
+        with pytest.raises(CMLError, match="belongs to another cluster"):
+            await link.join(stranger.address, None, record.id)
+
+
+@simulated
+async def test_who_awaits_the_cluster_in_a_failover_launches_no_scheduler(it):
+    async def wait():
+        await cluster
+
+    async with simulate(name="mine") as cluster:
+        before = it.platform.count("launch_workers")
+        with it.platform.held("launch_workers"):
+            it.platform.evict(cluster.sessions[0].id)
+            await eventually(lambda: it.platform.under_way and cluster.place.number == 1)
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(5)
+        await waiting
+        await eventually(lambda: cluster.sharing.is_connected)
+        assert it.platform.count("launch_workers") == before + 1
+
+
+@simulated
+async def test_a_request_counts_although_keeper_and_scheduler_end_before_it_is_written(it, monkeypatch):
+    creator = await create_elsewhere(it, name="mine", shutdown_on_close=False)
+    async with rebuild("mine") as cluster:
+        with monkeypatch.context() as patch:
+            patch.setattr(plugin.StateFile, "write", lambda *_, **__: None)
+            await cluster.scale(3)
+            creator.kill()
+            it.platform.evict(cluster.sessions[0].id)
+        await eventually(lambda: cluster.is_keeper and arrived(cluster) == 3)
+        assert target(cluster) == 3
+        await cluster.close()

@@ -11,6 +11,8 @@ from distributed import Client, Worker
 from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
 
+from dask_cml.protocol import LAST
+
 pytestmark = pytest.mark.usefixtures("slowly_alone")
 
 PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
@@ -202,3 +204,26 @@ async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connec
         await eventually(
             lambda: "mine-0 lost: it did not connect within 10 s" in log_of(cluster), seconds=9.0
         )
+
+
+@simulated
+async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it, monkeypatch):
+    async def ask_slowly(op, *arguments, **more):
+        answer = await ask(op, *arguments, **more)
+        if op == LAST and not asked:
+            asked.append(op)
+            again = Worker(scheduler_of(it, cluster).address, name="mine-0-1", nthreads=1, dashboard=False)
+            await it.sessions.processes[session].start(again.start())
+            await eventually(lambda: "mine-0-1" in dask_names(cluster))
+        return answer
+
+    asked = []
+    async with simulate(name="mine", n_workers=1, worker_timeout=20, **PROCESSES) as cluster:
+        await eventually(lambda: len(dask_names(cluster)) == 2)
+        session, ask = cluster.workers["mine-0"].session_id, cluster.ask
+        monkeypatch.setattr(cluster, "ask", ask_slowly)
+        await end_worker(it, cluster, "mine-0-1")
+        await eventually(lambda: asked)
+        await asyncio.sleep(30)
+        assert log_of(cluster) == ""
+        assert [*cluster.worker_spec] == ["mine-0"]

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 from clusters import cut_off, simulate
+from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import output
@@ -68,3 +69,18 @@ async def test_an_error_of_a_poll_of_all_clusters_is_logged_once(it, caplog):
     assert output.flush(60)
     logged = [record for record in caplog.records if "no such list" in (record.exc_text or "")]
     assert len(logged) == 1
+
+
+@simulated
+async def test_close_tries_again_after_an_error_of_dask(it):
+    async def fail():
+        del cluster.close_dask
+        raise AttributeError("comm")
+
+    cluster = await simulate()
+    cluster.close_dask = fail
+    with pytest.raises(AttributeError):
+        await cluster.close()
+    await cluster.close()
+    assert cluster.status == Status.closed
+    assert it.platform.live == []

@@ -12,6 +12,8 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError
 from dask_cml.records import store
+from dask_cml.sharing.link import BoardState, Link
+from dask_cml.sharing.outbox import Outbox
 
 
 @simulated
@@ -136,3 +138,23 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
             await eventually(lambda: second.keeps)
             assert not first.keeps
             await second.close()
+
+
+async def test_the_answer_of_a_replaced_scheduler_does_not_count_for_a_change():
+    async def ask(*arguments, **more):
+        await answered.wait()
+        return {"revision": 500, "keeper": "another"}
+
+    answered, link = asyncio.Event(), Link("me", "mine", counts=True)
+    link.address, link.connected, link.ask = "tcp://10.0.0.1:8786", True, ask
+    outbox = Outbox("mine", link)
+    change = outbox.add(groups={"default": {"target": 5}})
+    sending = asyncio.create_task(outbox.flush())
+    await asyncio.sleep(0.01)
+    link.forget()
+    link.address, link.board, link.connected = "tcp://10.0.0.2:8786", BoardState(revision=3), True
+    answered.set()
+    with pytest.raises(CMLError, match=r"the scheduler at tcp://10.0.0.1:8786 is replaced"):
+        await sending
+    assert [*outbox.changes] == [change]
+    assert link.board.revision == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import sys
 import threading
 import time
 
@@ -18,6 +19,7 @@ from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
+from dask_cml.core.launches import Launches
 from dask_cml.records import store
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker
@@ -385,3 +387,65 @@ async def test_a_launch_is_tried_again_although_the_platform_lists_no_sessions(i
         cluster.scale(2)
         await eventually(lambda: arrived(cluster) == 2, 1800)
         it.platform.heal()
+
+
+@simulated
+async def test_a_look_that_fails_anywhere_is_followed_by_the_next(it, monkeypatch):
+    def pause(self):
+        failing.append(1)
+        raise KeyError("default")
+
+    failing = []
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: has(cluster, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Launches, "pause", property(pause))
+            await eventually(lambda: len(failing) > 1)
+            assert cluster.problem == "cannot manage the cluster: KeyError('default')"
+        it.platform.evict(cluster.workers["mine-0"].session_id)
+        await eventually(lambda: has(cluster, 1) and [*cluster.worker_spec] == ["mine-1"])
+        assert "cannot manage" not in cluster.problem
+
+
+@simulated
+async def test_a_user_scales_while_the_keeper_asks_for_a_groups_pause(it):
+    """Between the question whether the group has failures, and these."""
+
+    class Racing(dict):
+        def __contains__(self, group):
+            found = super().__contains__(group)
+            self.pop(group, None)
+            return found
+
+        def get(self, group, default=None):
+            found = super().get(group, default)
+            self.pop(group, None)
+            return found
+
+    async with simulate(name="mine", n_workers=1) as cluster:
+        cluster.launches.backoff()
+        cluster.launches._backoffs = Racing(cluster.launches._backoffs)
+        assert cluster.launches.pause == float("inf")
+
+
+@simulated
+async def test_a_refusal_does_not_undo_a_later_scale_of_a_thread(it, monkeypatch):
+    def adapts_while_a_user_scales(group):
+        found = adapts(group)
+        if found and sys._getframe(1).f_code.co_name == "_count" and not threads:
+            threads.append(threading.Thread(target=cluster.scale, args=(4,)))
+            threads[0].start()
+            threads[0].join(0.2)  # for as long as it does not wait for the lock
+        return found
+
+    threads = []
+    it.platform.configure({"sessions": 2})
+    async with simulate(name="mine") as cluster:
+        adapts = cluster.groups.adapts
+        monkeypatch.setattr(cluster.groups, "adapts", adapts_while_a_user_scales)
+        cluster.adapt(minimum=4, maximum=4, interval="1s")
+        await eventually(lambda: threads)
+        await asyncio.to_thread(threads[0].join)
+        it.platform.configure()
+        await eventually(lambda: has(cluster, 4))
+        assert target(cluster) == 4

@@ -264,6 +264,7 @@ class Alone:
             If the scheduler does not answer.
         """
         self._cluster.groups.remove(name)
+        self._cluster.launches.begin_anew(name)
 
     async def never_orphan(self) -> None:
         """Let the cluster run on without a user.

@@ -153,10 +153,10 @@ class Ending:
             else:
                 self._forget_sessions()
                 await self._cluster.api.close()
+            await self._cluster.close_dask()
         except BaseException:
             self._cluster.status = Status.failed
             raise
-        await self._cluster.close_dask()
         no_longer_end_at_exit(self._cluster)
         await asyncio.to_thread(output.flush)
         if not_done is not None and self.how is How.LEAVE:

@@ -64,13 +64,15 @@ class Launches:
 
     def backoff(self, group: str = DEFAULT_GROUP) -> Backoff:
         """Return the backoff of a group."""
-        if group not in self._backoffs:
+        backoff = self._backoffs.get(group)
+        if backoff is None:  # or a user's thread has just changed the group
             cluster = self._cluster
             of_group = "" if group == DEFAULT_GROUP else f"group {group} of "
             name = f"{of_group}cluster {cluster.options.name}"
             scale = Scale(cluster.options.name, group=group)
-            self._backoffs[group] = Backoff(name, scale, cluster.tell, self._failure_limit, self._quota_pause)
-        return self._backoffs[group]
+            backoff = Backoff(name, scale, cluster.tell, self._failure_limit, self._quota_pause)
+            self._backoffs[group] = backoff
+        return backoff
 
     def begin_anew(self, group: str) -> None:
         """Forget the failures of a group, because a user has changed it."""
@@ -160,10 +162,11 @@ class Launches:
         errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[left:]}
         errors |= await self._launch_some(names[:left], groups, unasked)
         for group, backoff in backoffs.items():
-            if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
-                in_group = [name for name in names if groups[name] == group]
-                of_group = {name: errors[name] for name in in_group if name in errors}
-                self._count(group, in_group, of_group, began)
+            with cluster.groups.changing():
+                if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
+                    in_group = [name for name in names if groups[name] == group]
+                    of_group = {name: errors[name] for name in in_group if name in errors}
+                    self._count(group, in_group, of_group, began)
 
     async def _launch_some(
         self, names: Sequence[str], groups: Mapping[str, str], unasked: bool
@@ -199,7 +202,7 @@ class Launches:
         return errors
 
     def _count(self, group: str, names: Sequence[str], errors: Mapping[str, CMLError], began: float) -> None:
-        """Let failed or refused launches of a group delay its next launches."""
+        """Let failed or refused launches of a group delay its next ones. The caller holds its lock."""
         cluster, backoff, failures = self._cluster, self.backoff(group), [*errors.values()]
         refusal = next((error for error in failures if isinstance(error, LaunchRefused)), None)
         if refusal is not None:

@@ -93,7 +93,11 @@ class Losses:
             await drop(self._cluster, dead)
         incomplete = self._note_connected(dead)
         await self._adoption.take_started(incomplete, listing)
-        return await find_losses(incomplete, self._cluster.ask, time.monotonic() - heard_since)
+        losses = await find_losses(incomplete, self._cluster.ask, time.monotonic() - heard_since)
+        connected = connected_names(self._cluster)  # a worker may have come back before the answers
+        back = {worker.name for worker in incomplete if connected.issuperset(worker.dask_names)}
+        ended = {worker.name for worker in incomplete if worker.has_ended or worker.was_closed}
+        return {name: loss for name, loss in losses.items() if name in ended or name not in back}
 
     def _note_connected(self, dead: Set[str] = frozenset()) -> list[CMLWorker]:
         """Note which Dask workers are connected. Return the wanted workers that lack one."""

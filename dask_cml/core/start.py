@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from distributed.core import Status
 from distributed.utils import import_term
 
 from dask_cml.cancellation import cancel, gather_or_cancel
@@ -86,7 +87,12 @@ class Start:
         has_started = False
         try:
             # The scheduler's session first: in a queue, workers could take its place.
-            await scheduler.launch()
+            async with scheduler.lock:  # whoever awaits the cluster meanwhile must not launch it, too
+                try:
+                    await scheduler.launch()
+                except BaseException:
+                    scheduler.status = Status.failed
+                    raise
             # Only now: as soon as the workers are launched, the platform counts them as used.
             if asking is not None and asking.done():
                 shortage = api_v2.shortage(cluster.groups.others()[1:], asking.result())

@@ -90,11 +90,13 @@ class CMLScheduler(CMLProcess):
             If the session does not run within ``pending_timeout``, or the scheduler does not answer within
             ``scheduler_timeout`` after that.
         """
-        await super().start()
+        if self.launched_at is None:
+            await self.launch()
         self.address = await first_of(self._wait_for_answer(), self._watch_session())
         self._has_run = True
         self.info = {**self.info, "status": "running"}  # the platform's last list may be older
         self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
+        await super().start()
 
     async def _watch_session(self) -> None:
         while True:

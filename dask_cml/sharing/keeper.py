@@ -249,7 +249,7 @@ class Keeper:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
             return
         used = {str(process.session_id) for process in self._cluster.processes.launched}
-        used |= self._cluster.stops.under_way
+        used |= self._cluster.stops.under_way | self._cluster.api.stopped
         strays = {session: key for session, key in record.sessions.items() if session not in used}
         groups = {session: record.launches[session].worker_group(self._record.name) for session in strays}
         for info in [*self._cluster.scheduler_info["workers"].values()]:

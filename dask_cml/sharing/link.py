@@ -142,7 +142,8 @@ class Link:
         self._check(await self.ask(protocol.HELLO), record)
         await self.watch()
 
-    def _check(self, hello: Mapping[str, Any], record: str) -> None:
+    def _check(self, answer: Any, record: str) -> None:
+        hello = answer if isinstance(answer, Mapping) else {}  # a scheduler without dask-cml says None
         if hello.get("record") != record:
             raise CMLError(
                 f"the scheduler at {self.address} belongs to another cluster, {hello.get('cluster')!r}"
@@ -218,7 +219,7 @@ class Link:
         CMLError
             If the board refuses the change.
         """
-        board = self._take(await self.ask(protocol.SET, writer=self.id, number=number, **changes))
+        board = await self._ask_board(protocol.SET, writer=self.id, number=number, **changes)
         self.has_written = True
         return board
 
@@ -251,13 +252,23 @@ class Link:
 
     async def _write(self, op: str, **arguments: Any) -> BoardState:
         try:
-            address = self._known_address()
-            answer = await self.ask(op, **arguments)
-            if self.address != address:  # join() has gone on to the next scheduler, whose board counts
-                raise OSError(f"the scheduler at {address} is replaced")
-            return self._take(answer)
+            return await self._ask_board(op, **arguments)
         except NO_ANSWER as error:
             raise self.no_answer(error) from error
+
+    async def _ask_board(self, op: str, **arguments: Any) -> BoardState:
+        """Call a handler that answers with the board.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer, or another one has replaced it meanwhile, whose board counts.
+        """
+        address = self._known_address()
+        answer = await self.ask(op, **arguments)
+        if self.address != address:
+            raise OSError(f"the scheduler at {address} is replaced")
+        return self._take(answer)
 
     def no_answer(self, error: BaseException) -> CMLError:
         """Return the error that the scheduler does not answer, from the error of the connection."""

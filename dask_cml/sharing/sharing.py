@@ -555,18 +555,18 @@ class Sharing(Alone):
         """Launch the next scheduler and all workers. Return False if another process does."""
         cluster, begin, last = self._cluster, time.monotonic(), record.scheduler
         groups = {name: BoardGroup(**group) for name, group in last.groups.items()}
-        last_board = BoardState(revision=last.revision, groups=groups, closing=last.closing)
+        written, known = BoardState(last.revision, groups=groups, closing=last.closing), self.link.board
         self.outbox.drop(last.writers.get(self.link.id, 0))
         keeper = self._keeper or await self._make_keeper(record)
-        if self._keeper is not None:
-            known = self.link.board
-            is_newer = last.number == cluster.place.number and last.revision > known.revision
-            newest = last_board if is_newer else known
-            if newest.groups:  # else this process has not joined that scheduler
-                await keeper.take(newest)  # what it has answered to other processes
+        newest = written if self._keeper is None else known
+        # It may have answered a change, and have ended before it wrote that.
+        if last.number == cluster.place.number:
+            newest = max(written, known, key=lambda board: board.revision)
+        if self._keeper is not None and newest.groups:  # else this process has not joined that scheduler
+            await keeper.take(newest)
         board = keeper.first_board(
-            # If the keeper has vanished, what the lost scheduler wrote last is wanted.
-            last.groups if self._keeper is None else None,
+            # If the keeper has vanished, what the lost scheduler said last is wanted.
+            {name: asdict(group) for name, group in newest.groups.items()} if self._keeper is None else None,
             writers=dict(last.writers),
             hours=last.hours,
             orphan_timeout=last.orphan_timeout,
@@ -592,7 +592,7 @@ class Sharing(Alone):
         cluster.connection.forget_workers()
         async with cluster._lock:
             if self._keeper is None:
-                keeper.want(last_board)
+                keeper.want(newest)
             await self._stop_all(record, keeper)
             cluster.move(replace(cluster.place, number=number))
             self.is_joined = False
