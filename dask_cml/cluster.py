@@ -1169,12 +1169,13 @@ class CMLCluster(SpecCluster):
                 except NO_ANSWER as error:
                     logger.debug("Workers of cluster %s not counted: %r", self.options.name, error)
                 else:
-                    if not self.is_keeper:
-                        workers = with_numbers(answer["workers"])
-                        self.scheduler_info = SchedulerInfo({**answer, "workers": workers})
-                    running = Status.running.name
-                    n_running = sum(info["status"] == running for info in answer["workers"].values())
-                    if n_workers <= min(n_running, len(self.scheduler_info["workers"])):
+                    workers, running = with_numbers(answer["workers"]), Status.running.name
+                    n_running = sum(info["status"] == running for info in workers.values())
+                    if self.is_keeper:
+                        known = self.scheduler_info["workers"]
+                        workers = {address: workers.get(address, known[address]) for address in known}
+                    self.scheduler_info = SchedulerInfo({**answer, "workers": workers})
+                    if n_workers <= min(n_running, len(workers)):
                         return
             self.check_running(f"{n_workers} workers not connected")
             if time.monotonic() > deadline:

@@ -244,7 +244,13 @@ class CMLWorker(CMLProcess):
         self.gone_since: float | None = None
 
     def note_connected(self, connected: Set[str]) -> None:
-        """Note which of its Dask workers are connected now."""
+        """Note which of its Dask workers are connected now.
+
+        Parameters
+        ----------
+        connected : set of str
+            The names of all connected Dask workers.
+        """
         present = connected & {*self.dask_names}
         self.seen |= present
         self.is_complete = len(present) == len(self.dask_names)
