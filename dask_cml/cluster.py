@@ -965,6 +965,7 @@ class CMLCluster(SpecCluster):
                 if any(worker.phase is Phase.LAUNCHED for worker in self.processes.wanted()):
                     interval = timing.starting_look
                 interval = min(interval, self.launches.pause)
+                self.messages.failure = None
             except Exception as error:  # a programming error, or of a subclass
                 if self.messages.failure is None:
                     logger.exception("Cannot manage cluster %s", self.options.name)
@@ -986,7 +987,6 @@ class CMLCluster(SpecCluster):
             self.losses.note_states()
             await self.messages.tell()
             await self.sharing.stepped()
-            self.messages.failure = None
         except CallFailed:
             pass  # tell_outage does it once
         except asyncio.TimeoutError as error:  # it may be busy for a moment: if that lasts, Failover says so

@@ -390,7 +390,7 @@ async def test_a_launch_is_tried_again_although_the_platform_lists_no_sessions(i
 
 
 @simulated
-async def test_a_look_that_fails_anywhere_is_followed_by_the_next(it, monkeypatch):
+async def test_a_look_that_fails_anywhere_is_followed_by_the_next(it, monkeypatch, caplog):
     def pause(self):
         failing.append(1)
         raise KeyError("default")
@@ -400,7 +400,8 @@ async def test_a_look_that_fails_anywhere_is_followed_by_the_next(it, monkeypatc
         await eventually(lambda: has(cluster, 1))
         with monkeypatch.context() as patch:
             patch.setattr(Launches, "pause", property(pause))
-            await eventually(lambda: len(failing) > 1)
+            await eventually(lambda: len(failing) > 2)
+            assert caplog.text.count("Cannot manage cluster mine") == 1
             assert cluster.problem == "cannot manage the cluster: KeyError('default')"
         it.platform.evict(cluster.workers["mine-0"].session_id)
         await eventually(lambda: has(cluster, 1) and [*cluster.worker_spec] == ["mine-1"])
