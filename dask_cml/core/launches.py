@@ -202,7 +202,7 @@ class Launches:
         return errors
 
     def _count(self, group: str, names: Sequence[str], errors: Mapping[str, CMLError], began: float) -> None:
-        """Let failed or refused launches of a group delay its next ones. The caller holds its lock."""
+        """Let failed or refused launches delay a group's next ones. The caller holds the groups' lock."""
         cluster, backoff, failures = self._cluster, self.backoff(group), [*errors.values()]
         refusal = next((error for error in failures if isinstance(error, LaunchRefused)), None)
         if refusal is not None:

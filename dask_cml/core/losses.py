@@ -72,7 +72,8 @@ class Losses:
         OSError, asyncio.TimeoutError, CMLError
             If the scheduler does not answer.
         """
-        incomplete, wanted = self._note_connected(), self._processes.wanted()
+        wanted = self._processes.wanted()
+        incomplete = self._note_connected(wanted)
         if losses := noticed(wanted, self._cluster.sharing.leaving):
             return losses
         # A node that fails closes no connections: the scheduler notices it only after
@@ -91,19 +92,19 @@ class Losses:
         if dead:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
             await drop(self._cluster, dead)
-        incomplete = self._note_connected(dead)
+        incomplete = self._note_connected(self._processes.wanted(), dead)
         await self._adoption.take_started(incomplete, listing)
         losses = await find_losses(incomplete, self._cluster.ask, time.monotonic() - heard_since)
         connected = connected_names(self._cluster)  # a worker may have come back before the answers
-        back = {worker.name for worker in incomplete if connected.issuperset(worker.dask_names)}
-        ended = {worker.name for worker in incomplete if worker.has_ended or worker.was_closed}
-        return {name: loss for name, loss in losses.items() if name in ended or name not in back}
+        running = [worker for worker in incomplete if not (worker.has_ended or worker.was_closed)]
+        back = {worker.name for worker in running if connected.issuperset(worker.dask_names)}
+        return {name: loss for name, loss in losses.items() if name not in back}
 
-    def _note_connected(self, dead: Set[str] = frozenset()) -> list[CMLWorker]:
-        """Note which Dask workers are connected. Return the wanted workers that lack one."""
+    def _note_connected(self, workers: Iterable[CMLWorker], dead: Set[str] = frozenset()) -> list[CMLWorker]:
+        """Note which Dask workers are connected, but for dead ones. Return the workers that lack one."""
         connected = connected_names(self._cluster) - dead
         incomplete = []
-        for worker in self._processes.wanted():
+        for worker in workers:
             had_arrived = worker.has_arrived
             worker.note_connected(connected)
             if worker.has_arrived and not had_arrived:

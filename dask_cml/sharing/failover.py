@@ -241,9 +241,8 @@ class Failover:
         """Return whether the scheduler answers, although its session seems to have ended."""
         expected = {"record": record.id, "number": record.scheduler.number}
         with contextlib.suppress(*NO_ANSWER, CMLError):
-            hello = await self._link.ask(protocol.HELLO, timing.retry)
-            # A scheduler without dask-cml may have the address now. It says None.
-            return isinstance(hello, Mapping) and expected.items() <= hello.items()
+            hello = await self._link.hello(timing.retry)
+            return expected.items() <= hello.items()
         return False
 
     async def _launch_next(self, record: Record, why: str, refused: bool) -> bool:

@@ -139,11 +139,21 @@ class Link:
         self.close()
         self.connection_args = await asyncio.to_thread(tls.connection_args, security, address)
         self.address, self.board = address, BoardState()
-        self._check(await self.ask(protocol.HELLO), record)
+        self._check(await self.hello(), record)
         await self.watch()
 
-    def _check(self, answer: Any, record: str) -> None:
-        hello = answer if isinstance(answer, Mapping) else {}  # a scheduler without dask-cml says None
+    async def hello(self, timeout: float | None = None) -> Mapping[str, Any]:
+        """Ask the scheduler to which cluster it belongs. One without dask-cml says nothing.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            If it does not answer.
+        """
+        answer = await self.ask(protocol.HELLO, timeout)
+        return answer if isinstance(answer, Mapping) else {}
+
+    def _check(self, hello: Mapping[str, Any], record: str) -> None:
         if hello.get("record") != record:
             raise CMLError(
                 f"the scheduler at {self.address} belongs to another cluster, {hello.get('cluster')!r}"

@@ -559,7 +559,7 @@ class Sharing(Alone):
         self.outbox.drop(last.writers.get(self.link.id, 0))
         keeper = self._keeper or await self._make_keeper(record)
         newest = written if self._keeper is None else known
-        # It may have answered a change, and have ended before it wrote that.
+        # The lost scheduler may have answered a change, and ended before it wrote that.
         if last.number == cluster.place.number:
             newest = max(written, known, key=lambda board: board.revision)
         if self._keeper is not None and newest.groups:  # else this process has not joined that scheduler
