@@ -45,13 +45,13 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Close:
-    """End a cluster."""
+class ShutDown:
+    """Shut a cluster down."""
 
     cluster: str
 
     def __str__(self) -> str:
-        return "call cluster.close()"
+        return "call cluster.shutdown()"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class UseOrDelete:
 
 
 #: What a user can do.
-Advice: TypeAlias = Scale | Close | AskForLess | UseOrDelete
+Advice: TypeAlias = Scale | ShutDown | AskForLess | UseOrDelete
 
 
 def delete_command(cluster: str) -> str:

@@ -181,8 +181,8 @@ class CMLCluster(SpecCluster):
     create_mode : {"create", "connect", "create-or-connect"}, optional
         ``"create"`` creates a cluster, and fails if its `name` is in use. ``"connect"`` connects to the
         running cluster with this name. ``"create-or-connect"`` does either. Default ``"create"``.
-        A running cluster keeps its options. As with :meth:`from_name`, :meth:`close` shuts it down, but it
-        keeps running after the ``with`` block or the process, unless ``shutdown_on_close=True`` is given.
+        A running cluster keeps its options. As with :meth:`from_name`, it keeps running after :meth:`close`,
+        the ``with`` block and the process, unless ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
         If True, encrypt with keys made for this cluster; clients find them automatically. If False, anyone
         who can reach the scheduler can use it. Pass a Security to use your own keys. Default True.
@@ -294,7 +294,6 @@ class CMLCluster(SpecCluster):
         options = Options.read(**given).inheriting()
         if options.create_mode == "create":
             check_new(options)
-        self._shut_down_before_leave = False
         self._has_sessions_tab = False
         dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
         try:
@@ -388,16 +387,16 @@ class CMLCluster(SpecCluster):
     ) -> CMLCluster:
         """Connect to a running cluster that another process of the project created.
 
-        The cluster keeps running after this object's ``with`` block or process. :meth:`close` shuts it down.
-        CML stops a worker session with the session that launched it, so workers that this object launches
-        end with this process's session.
+        The cluster keeps running after :meth:`close`, this object's ``with`` block and its process. To end
+        the cluster, call :meth:`shutdown`. CML stops a worker session with the session that launched it, so
+        workers that this object launches end with this process's session.
 
         Parameters
         ----------
         name : str
             Name of the cluster.
         shutdown_on_close : bool
-            Whether to stop all sessions at the end of the ``with`` block or the process. Default False.
+            Whether to stop all sessions when this object is closed or its process exits. Default False.
         forward_dashboard : bool, optional
             Whether this machine forwards the dashboard on a local port. Default False.
         asynchronous : bool
@@ -491,7 +490,7 @@ class CMLCluster(SpecCluster):
                 self._resize(worker_group, n)
                 if caller is not None:
                     return NoOpAwaitable() if self.asynchronous else None
-            asked = self._asked(worker_group, here=not is_remote, target=n, adapt=None)
+            asked = self.sharing.asked(worker_group, here=not is_remote, target=n, adapt=None)
         return self.sharing.wait(asked)
 
     # SpecCluster.scale_up (spec.py:589) is its own `scale`.
@@ -520,11 +519,6 @@ class CMLCluster(SpecCluster):
         absent = self.processes.absent(group) if self.is_keeper else [*reversed(self.groups.workers(group))]
         self.groups.resize(group, n, absent)
         self.loop.add_callback(self._correct_state)  # type: ignore[union-attr]
-
-    def _asked(self, group: str, *, here: bool, **change: Any) -> Any:
-        """Note what a user asks for, see :meth:`Alone.asked`."""
-        self.launches.begin_anew(group)
-        return self.sharing.asked(group, here=here, **change)
 
     @checks_arguments
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
@@ -602,13 +596,13 @@ class CMLCluster(SpecCluster):
             self.groups.adapt(worker_group, None if is_remote and is_cml_adaptive else adaptive)
             asked = None
             if is_remote:
-                asked = self._asked(worker_group, here=False, adapt=limits)
+                asked = self.sharing.asked(worker_group, here=False, adapt=limits)
             else:
                 target = self.view.target(worker_group)
                 if is_cml_adaptive:
                     target = min(max(target, least), most)
                 self._resize(worker_group, target)
-                self._asked(worker_group, here=True, target=target, adapt=limits)
+                self.sharing.asked(worker_group, here=True, target=target, adapt=limits)
         if is_remote:
             self.sharing.wait(asked)
         elif isinstance(adaptive, CMLAdaptive) and self.is_keeper:
@@ -627,7 +621,7 @@ class CMLCluster(SpecCluster):
             self.groups.adapt(group, None)
             if self.status not in (Status.created, Status.running) and not self.is_keeper:
                 return None
-            asked = self._asked(group, here=not self.is_remote, adapt=None)
+            asked = self.sharing.asked(group, here=not self.is_remote, adapt=None)
         return self.sharing.wait(asked)
 
     def check_running(self, what: str, *, or_new: bool = False) -> None:
@@ -840,7 +834,7 @@ class CMLCluster(SpecCluster):
             for group in {*closed.values(), *new.values()}:
                 if group in self.groups:
                     target, own = self.groups.target(group), self.groups.own(group)
-                    self._asked(group, here=True, target=target, own=own)
+                    self.sharing.asked(group, here=True, target=target, own=own)
             self.groups.given(new)
 
     async def _retire_unwanted(self) -> list[CMLWorker]:
@@ -1186,9 +1180,11 @@ class CMLCluster(SpecCluster):
     # -- end
 
     def close(self, timeout: float | None = None) -> Any:
-        """Shut the cluster down: stop all sessions, unless it was created with ``shutdown_on_close=False``.
+        """Close this object, and shut the cluster down if ``shutdown_on_close`` is True.
 
-        This also shuts down a cluster from :meth:`from_name`. To keep it running, call :meth:`leave`.
+        That is the default in the process that creates the cluster. An object that is connected to a running
+        cluster, as by :meth:`from_name`, leaves it running by default. To end the cluster from there, call
+        :meth:`shutdown`.
 
         Parameters
         ----------
@@ -1198,15 +1194,36 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         CMLError
-            If CML did not stop some sessions. The message names them. With ``shutdown_on_close=False``, also
-            as in :meth:`leave`.
+            If CML did not stop some sessions. The message names them. With ``shutdown_on_close=False``, as in
+            :meth:`leave`.
+
+        Examples
+        --------
+        >>> CMLCluster.from_name("mine").close()  # the cluster keeps running
         """
         # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
         # without words after a RuntimeError, as those of this package.
-        is_to_end = self.shutdown_on_close or self.sharing.connects or self._shut_down_before_leave
-        return self.ending.end_from_outside(
-            How.SHUT_DOWN if is_to_end and self.status != Status.closed else How.LEAVE, timeout
-        )
+        how = How.LEAVE if self.status == Status.closed else self.ending.usual_how
+        return self.ending.end_from_outside(how, timeout)
+
+    def shutdown(self, timeout: float | None = None) -> Any:
+        """Shut the cluster down: stop all its sessions, whoever created it.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum time to wait, in seconds. Default: unlimited.
+
+        Raises
+        ------
+        CMLError
+            If CML did not stop some sessions. The message names them.
+
+        Examples
+        --------
+        >>> CMLCluster.from_name("mine").shutdown()  # doctest: +SKIP
+        """
+        return self.ending.end_from_outside(How.SHUT_DOWN, timeout)
 
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
@@ -1223,7 +1240,6 @@ class CMLCluster(SpecCluster):
         --------
         >>> CMLCluster.from_name("mine").leave()
         """
-        self._shut_down_before_leave |= self.shutdown_on_close  # for a close() before this has finished
         self.shutdown_on_close = False  # also at the end of the ``with`` block
         return self.ending.end_from_outside(How.LEAVE)
 
@@ -1234,7 +1250,7 @@ class CMLCluster(SpecCluster):
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
         self.ending.note_error(error)
-        self.ending.end_from_outside(self.ending.usual_how)
+        super().__exit__(kind, error, frames)
 
     def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a coroutine function. Remove the event loop's frames from errors of the platform."""

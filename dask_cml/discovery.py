@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from dask_cml.cluster import CMLCluster
 from dask_cml.records import liveness, store
+
+
+class DiscoveredCluster(CMLCluster):
+    """A running cluster for dask-ctl, which calls :meth:`close` to delete it."""
+
+    def close(self, timeout: float | None = None) -> Any:
+        """Shut the cluster down."""
+        return self.shutdown(timeout)
 
 
 async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
@@ -23,4 +32,4 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     # dask-ctl gives a discovery 5 s, which stale records must not use up.
     for name, finding in (await liveness.look(records, timeout=2.0, patience=4.0)).items():
         if finding.state is liveness.State.ALIVE:
-            yield name, CMLCluster
+            yield name, DiscoveredCluster

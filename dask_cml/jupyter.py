@@ -115,7 +115,7 @@ class ListedCluster(ObservedCluster):
                 f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run `{command}`"
             )
         self.end_reason = f"shut down in JupyterLab's sidebar by {self.sharing.who}"
-        return super().close(timeout)
+        return self.shutdown(timeout)
 
 
 class Sidebar(Observers):

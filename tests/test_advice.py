@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from dask_cml.advice import Advice, AskForLess, Close, Scale, UseOrDelete
+from dask_cml.advice import Advice, AskForLess, Scale, ShutDown, UseOrDelete
 from dask_cml.cli import console
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.serve import words
@@ -27,7 +27,7 @@ WORDS = {
         "run `dask cml scale lab 1 --group gpu`",
         "scale worker group gpu to 1",
     ),
-    Close("lab"): ("call cluster.close()", "run `dask cml delete lab`", "delete the cluster lab"),
+    ShutDown("lab"): ("call cluster.shutdown()", "run `dask cml delete lab`", "delete the cluster lab"),
     AskForLess(): (
         f"{LESS}with n_workers=0 and call cluster.scale(n){ROOM}{LIST}",
         f"{LESS}with --n-workers 0 and run `dask cml scale NAME N`{ROOM}{LIST}",

@@ -20,6 +20,7 @@ from dask_cml import cluster as cluster_module
 from dask_cml.layout import RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import store
+from dask_cml.records.record import Maker
 from dask_cml.sharing.sharing import Sharing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -36,13 +37,16 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
         async with make(**cell) as again, Client(again, asynchronous=True) as client:
             assert again.scheduler_address == first.scheduler_address
             assert await client.submit(sum, [1, 2]) == 3
-            assert "Connected to running cluster lab\n" in capsys.readouterr().out
+            ends = "cluster.close() leaves it running; to end it, call cluster.shutdown()"
+            said = f"Connected to running cluster lab of {Maker.this_process().words}"
+            assert f"{said}. {ends}\n" in capsys.readouterr().out
         assert again.status == Status.closed
         # Other options than the cluster's do not change it, and that is told.
         other = make(name="lab", cpu=2, processes=2, worker_args=[], create_mode="connect", quiet=False)
         async with other:
             assert (other.options.cpu, other.options.processes) == (1, 1)
-            assert "Connected to running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
+            kept = f"{said}; it keeps its cpu, processes, worker_args. {ends}\n"
+            assert kept in capsys.readouterr().out
             other.scale(2)
             await holds(lambda: len(first.scheduler_info["workers"]) == 2)
         words = r"pass create_mode='create-or-connect' or call CMLCluster\.from_name\('lab'\); to delete it"
@@ -82,9 +86,10 @@ async def test_of_two_at_once_one_creates_and_the_other_connects(it):
     assert one.scheduler_address == two.scheduler_address
     assert len(it.platform.live) == 1
     assert sorted([one.shutdown_on_close, two.shutdown_on_close]) == [False, True]
-    # An object that connected ends the cluster by close(), as one that from_name() gave.
-    await (one if two.shutdown_on_close else two).close()
-    await (two if two.shutdown_on_close else one).close()
+    creator, connected = (one, two) if one.shutdown_on_close else (two, one)
+    await connected.close()
+    assert len(it.platform.running) == 1
+    await creator.close()
     assert not it.platform.running
 
 
@@ -155,7 +160,7 @@ async def test_connecting_uses_the_platform_of_the_cluster(it):
             await first.leave()
             await eventually(lambda: arrived(again) == 1)
             assert again.options.platform == "auto"
-            await again.close()
+            await again.shutdown()
     assert platforms["local"].all == {}
 
 

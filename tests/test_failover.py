@@ -985,4 +985,4 @@ async def test_a_request_counts_although_keeper_and_scheduler_end_before_it_is_w
             it.platform.evict(cluster.sessions[0].id)
         await eventually(lambda: cluster.is_keeper and arrived(cluster) == 3)
         assert target(cluster) == 3
-        await cluster.close()
+        await cluster.shutdown()

@@ -105,7 +105,7 @@ async def close(cluster):
 
 
 async def close_elsewhere(cluster):
-    await (await rebuild("lab")).close()
+    await (await rebuild("lab")).shutdown()
 
 
 async def shut_down_in_the_sidebar(cluster):

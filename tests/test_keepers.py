@@ -250,7 +250,7 @@ async def test_the_keeper_adapts_for_a_remote_that_has_left_and_so_does_the_next
         futures = client.map(asyncio.sleep, [3600] * 1000, pure=False)
         await eventually(lambda: has(third, 2))
         await client.cancel(futures)
-        await third.close()
+        await third.shutdown()
 
 
 # -- who keeps the cluster
@@ -269,7 +269,7 @@ async def test_a_remote_keeps_the_cluster_when_the_keeper_leaves(it):
         assert {session.id for session in other.sessions} == {*before}
         other.scale(2)
         await eventually(lambda: has(other, 2) and len(other.workers) == 2)
-        await other.close()
+        await other.shutdown()
     assert not it.platform.running
 
 
@@ -296,7 +296,7 @@ async def test_one_of_several_remotes_keeps_the_cluster_when_the_keepers_process
         for cluster in one, two:
             assert [group.n_workers for group in cluster.worker_groups.values()] == [2, 1]
             assert cluster.worker_groups["big"].size.cpu == 2
-        await one.close()
+        await one.shutdown()
 
 
 @simulated
@@ -476,7 +476,7 @@ async def test_a_process_that_was_frozen_finds_the_cluster_kept_by_another_and_l
         assert await process.wait() == 0
         other.scale(2)
         await holds(lambda: has(other, 2) and len(live(locally)) == 3)
-        await other.close()
+        await other.shutdown()
 
 
 @simulated
@@ -657,7 +657,7 @@ async def test_the_others_say_who_shut_the_cluster_down(it, elsewhere):
     async with shared() as keeper:
         remote = await rebuild("shared")
         ending, seeing = (remote, keeper) if elsewhere else (keeper, remote)
-        await ending.close()
+        await ending.shutdown()
         await eventually(lambda: seeing.status == Status.closed)
         words = f"closed by {Maker.this_process().words}"
         assert seeing.problem == words
@@ -703,7 +703,7 @@ async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_whe
         await eventually(lambda: arrived(cluster) == 1)
         await cluster.leave()
     assert {*it.platform.running} == {"shared-scheduler", "shared-0"}
-    await (await rebuild("shared")).close()
+    await (await rebuild("shared")).shutdown()
 
 
 @simulated
@@ -837,7 +837,7 @@ async def test_the_next_keeper_stops_an_old_session_that_nobody_launched_at_once
     await asyncio.to_thread(store.write_sessions, store.read("shared"), changes, [])
     async with rebuild("shared") as cluster:
         await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
-        await cluster.close()
+        await cluster.shutdown()
 
 
 @simulated
@@ -872,7 +872,7 @@ async def test_a_wanted_worker_whose_session_is_not_in_the_record_is_taken_over_
         await eventually(
             lambda: {*store.read("shared").sessions} == {session.id for session in cluster.sessions}
         )
-        await cluster.close()
+        await cluster.shutdown()
 
 
 @simulated

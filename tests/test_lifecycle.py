@@ -37,7 +37,7 @@ from simulated.testing import eventually, simulated
 from testbed import faults
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, output
-from dask_cml.discovery import discover
+from dask_cml.discovery import DiscoveredCluster, discover
 from dask_cml.layout import CLIENT_NAME, RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
 from dask_cml.observers import ObservedCluster, Observers
@@ -98,7 +98,7 @@ async def test_a_cluster_whose_creator_was_killed_is_scaled_and_shut_down_by_oth
         assert "Scheduler at" in (await cluster.get_logs())["Scheduler"]
     assert len(live(locally)) == 2
     cluster = await rebuild("made")
-    await cluster.close()
+    await cluster.shutdown()
     assert not live(locally)
     assert not (state_directory() / "made").exists()
 
@@ -112,7 +112,7 @@ async def test_a_cluster_is_kept_from_another_session_that_does_not_list_its_ses
             await eventually(lambda: len(cluster.scheduler_info["workers"]) == 1)
             cluster.adapt(minimum=0, maximum=1)
             await eventually(lambda: not cluster.scheduler_info["workers"])
-            await cluster.close()
+            await cluster.shutdown()
 
     await create_and_kill(it, **MADE)
     await it.process("another", ANOTHER).start(scale())
@@ -183,7 +183,7 @@ async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(locally):
     async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
         assert live(locally) == sessions
-        await cluster.close()
+        await cluster.shutdown()
 
 
 @pytest.mark.parametrize("security", [True, False])
@@ -306,12 +306,54 @@ async def test_leave_leaves_the_cluster_running_at_the_end_of_the_block(it, conn
             assert len(it.platform.running) == 2
         await cluster.leave()
     assert len(it.platform.running) == 2
-    await (await rebuild("left")).close()
+    await (await rebuild("left")).shutdown()
+
+
+@pytest.mark.parametrize("connect", ["connect", "create-or-connect"])
+@simulated
+async def test_close_of_a_connected_cluster_ends_nobody_elses_work(it, connect):
+    async with simulate(name="lab", n_workers=1) as creator, Client(creator, asynchronous=True) as client:
+        future = client.submit(asyncio.sleep, 30)
+        other = await simulate(name="lab", create_mode=connect)
+        await other.close()
+        assert (other.status, creator.status) == (Status.closed, Status.running)
+        await future
+        assert len(it.platform.running) == 2
+        await other.close()
+        last = await simulate(name="lab", create_mode=connect, shutdown_on_close=True)
+        await last.close()
+        await eventually(lambda: creator.status == Status.closed)
+    assert not it.platform.running
+
+
+@simulated
+async def test_shutdown_ends_a_cluster_from_any_object_also_one_that_is_closed(it):
+    async with simulate(name="lab", n_workers=1, shutdown_on_close=False):
+        pass
+    other = await rebuild("lab")
+    await eventually(lambda: arrived(other) == 1)
+    await other.close()
+    assert len(it.platform.running) == 2
+    await other.shutdown()
+    assert not it.platform.running
+    assert it.clusters == []
+    await other.shutdown()
+    with pytest.raises(NoSuchCluster):
+        await rebuild("lab")
+
+
+def test_shutdown_ends_a_cluster_whose_object_is_closed_and_has_no_event_loop_any_more(platform):
+    cluster = CMLCluster(name="lab", platform="local", shutdown_on_close=False, quiet=True)
+    cluster.close()
+    assert len(live(platform)) == 1
+    cluster.shutdown()
+    assert not live(platform)
+    assert store.records() == []
 
 
 @pytest.mark.parametrize("connect", [False, True])
 @simulated
-async def test_close_while_the_cluster_is_being_left_shuts_it_down(it, connect):
+async def test_a_cluster_that_is_being_left_can_be_shut_down(it, connect):
     async with simulate(name="left", n_workers=1) as creator:
         await eventually(lambda: arrived(creator) == 1)
         cluster = await rebuild("left") if connect else creator
@@ -319,7 +361,7 @@ async def test_close_while_the_cluster_is_being_left_shuts_it_down(it, connect):
         while cluster.status == Status.running:
             await asyncio.sleep(0)
         assert cluster.status == Status.closing
-        await cluster.close()
+        await cluster.shutdown()
         await leaving
         assert cluster.status == Status.closed
         assert not it.platform.running
@@ -334,7 +376,7 @@ async def test_close_of_a_cluster_that_was_left_ends_nothing(it, connect):
     await cluster.leave()
     await cluster.close()
     assert len(it.platform.running) == 1
-    await (await rebuild("left")).close()
+    await (await rebuild("left")).shutdown()
     await creator.close()
 
 
@@ -357,7 +399,7 @@ async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribe
         cluster.scale(1)
     may_write.set()
     await leaving
-    await (await rebuild("left")).close()
+    await (await rebuild("left")).shutdown()
 
 
 # -- who leaves has done what it was asked for
@@ -388,7 +430,7 @@ def launched(it):
 
 
 async def close_night():
-    await (await rebuild("night")).close()
+    await (await rebuild("night")).shutdown()
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
@@ -483,7 +525,7 @@ async def test_what_a_process_that_leaves_could_not_do_is_left_to_another_that_w
         await eventually(lambda: other.keeps)
         it.platform.heal()
         await eventually(lambda: launched(it) == {"night-scheduler"})
-        await other.close()
+        await other.shutdown()
 
 
 @simulated
@@ -562,14 +604,14 @@ async def test_a_page_that_ends_names_the_sessions_that_it_leaves_unfinished(it,
 
 
 @simulated
-async def test_close_ends_a_cluster_at_once_whose_leaving_waits(it):
+async def test_shutdown_ends_a_cluster_at_once_whose_leaving_waits(it):
     async with found(1) as cluster:
         with it.platform.held("stop_workers"):
             cluster.scale(0)
             leaving = asyncio.create_task(cluster.leave())
             await asyncio.sleep(10)
             assert not leaving.done()
-        await cluster.close()
+        await cluster.shutdown()
         await leaving
     assert not it.platform.running
 
@@ -620,13 +662,13 @@ async def test_another_process_carries_out_a_change_when_the_interpreter_exits_a
             cluster.ending.end_in_another_process(timeout=1)
         assert programs == [[sys.executable, "-m", "dask", "cml", "scale", "night", "0"]]
         cluster.status = Status.running
-        await cluster.close()
+        await cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_close_in_another_thread_while_the_cluster_is_being_left_shuts_it_down(platform):
+def test_shutdown_in_another_thread_while_the_cluster_is_being_left_shuts_it_down(platform):
     cluster = CMLCluster(n_workers=1, platform="local", quiet=True)
-    closing = threading.Thread(target=cluster.close)
+    closing = threading.Thread(target=cluster.shutdown)
     leave_dask = cluster.close_dask
 
     async def close_dask():
@@ -779,7 +821,7 @@ async def test_a_cluster_that_outlives_its_creator_is_not_an_orphan(it):
     async with rebuild("left") as cluster, Client(cluster, asynchronous=True) as client:
         cluster.scale(1)
         assert await client.submit(sum, [1, 2]) == 3
-        await cluster.close()
+        await cluster.shutdown()
 
 
 @simulated
@@ -815,7 +857,7 @@ async def test_the_dashboard_is_forwarded(platform):
 @simulated
 async def test_discovery_yields_clusters_whose_scheduler_answers(it):
     async with simulate(name="here"):
-        assert [item async for item in discover()] == [("here", CMLCluster)]
+        assert [item async for item in discover()] == [("here", DiscoveredCluster)]
     assert [item async for item in discover()] == []
 
 

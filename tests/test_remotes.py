@@ -137,7 +137,7 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
         async with rebuild("mine") as second:
             await eventually(lambda: second.keeps)
             assert not first.keeps
-            await second.close()
+            await second.shutdown()
 
 
 async def test_the_answer_of_a_replaced_scheduler_does_not_count_for_a_change():

@@ -1090,7 +1090,7 @@ def test_a_signal_shuts_down_the_page_and_its_own_clusters(local_clusters, tmp_p
         page.process.send_signal(number)
         assert page.process.wait(PATIENCE) == 0
     assert [record.name for record in store.records()] == ["day"]
-    CMLCluster.from_name("day", quiet=True).close()
+    CMLCluster.from_name("day", quiet=True).shutdown()
 
 
 def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform, tmp_path, until):

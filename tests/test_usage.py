@@ -241,7 +241,7 @@ async def test_a_session_still_waits_for_a_keeper_that_has_just_taken_it_over(it
             other.scale(2)
             await eventually(lambda: len(store.read("mine").sessions) == 3)  # so it has written since
             assert waits in waiting()
-            await other.close()
+            await other.shutdown()
 
 
 @simulated
@@ -253,7 +253,7 @@ async def test_a_remote_sees_the_same_usage_and_stops_the_count_by_its_shutdown(
             await eventually(lambda: arrived(maker) == 2)
             assert (await maker.usage())["default"].sessions == 2
             assert (await other.usage()).total.sessions == 3
-            await other.close()
+            await other.shutdown()
             assert (await other.usage()).total.sessions == 3
         await eventually(lambda: maker.status.name == "closed")
         with pytest.raises(NoSuchCluster):
@@ -280,7 +280,7 @@ async def test_the_sessions_of_a_keeper_that_crashed_are_finished_by_the_next_on
         await eventually(lambda: not cluster.workers)
         used = (await cluster.usage())["default"].sessions
         assert len(ended_keys()) == len({*ended_keys()}) == used >= 2
-        await cluster.close()
+        await cluster.shutdown()
     assert store.records() == []
 
 

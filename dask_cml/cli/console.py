@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from dask_cml.advice import Advice, AskForLess, Close, Scale, delete_command
+from dask_cml.advice import Advice, AskForLess, Scale, ShutDown, delete_command
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import first_line, printable, table
@@ -108,7 +108,7 @@ def in_shell(advice: Advice) -> str:
             "`dask cml scale NAME N`: it launches as many as there is room for. To see what runs, run "
             "`dask cml list`"
         )
-    if isinstance(advice, Close):
+    if isinstance(advice, ShutDown):
         return f"run `{delete_command(advice.cluster)}`"
     return f"to delete it, run `{delete_command(advice.cluster)}`"
 

@@ -222,6 +222,7 @@ class Alone:
         object
             The argument of :meth:`wait`.
         """
+        self._cluster.launches.begin_anew(group)
         return None
 
     def wait(self, asked: Any) -> Any:

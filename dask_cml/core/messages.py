@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_cml.advice import Close, Scale
+from dask_cml.advice import Scale, ShutDown
 from dask_cml.core.demand import Demand
 from dask_cml.core.interface import Cluster
 from dask_cml.core.policy import Unrunnable, unrunnable
@@ -97,7 +97,7 @@ class Messages:
         if self.outage and self._key_refused:
             if not refused_before:
                 what_runs = await self._what_runs()
-                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {what_runs}", Close(name))
+                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {what_runs}", ShutDown(name))
         elif self.outage and not before:
             logger.warning("Cannot manage cluster %s: %s", name, self.outage)
         elif before and not self.outage:

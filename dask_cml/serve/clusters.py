@@ -302,7 +302,7 @@ class ProjectClusters(Observers):
             if isinstance(error, ClusterExists):
                 self.observed.pop(observed.record.id, None)  # which would hide the existing cluster
             with contextlib.suppress(CMLError):
-                await cluster.close()
+                await cluster.shutdown()
 
     async def delete(self, name: str, user: str | None = None) -> None:
         """Stop all sessions of a cluster, or forget a failed cluster.
@@ -325,7 +325,7 @@ class ProjectClusters(Observers):
         cluster = observed.cluster
         if cluster is not None and (observed.owned or cluster.status == Status.running):
             cluster.end_reason = operations.deleted_by(user)
-            await cluster.close()
+            await cluster.shutdown()
         else:
             errors = await operations.end_all([observed.record], user)
             error = errors[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_cml.advice import Advice, AskForLess, Close, Scale
+from dask_cml.advice import Advice, AskForLess, Scale, ShutDown
 from dask_cml.errors import CMLError, reason_of
 
 
@@ -28,6 +28,6 @@ def in_web_ui(advice: Advice) -> str:
             "Ask for fewer or smaller workers. Or create the cluster without workers, then scale it: it "
             "launches as many as there is room for. The list of clusters shows what runs"
         )
-    if isinstance(advice, Close):
+    if isinstance(advice, ShutDown):
         return f"delete the cluster {advice.cluster}"
     return f"choose another name, or delete the cluster {advice.cluster}"

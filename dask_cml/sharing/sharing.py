@@ -229,9 +229,9 @@ class Sharing(Alone):
                 continue
             if other.sessions:
                 name, age = other.options.name, format_duration(other.sessions[0].age)
-                close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
+                shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"
                 self._cluster.tell(
-                    f"This process has another cluster, open for {age}. To close it, run: {close}"
+                    f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
                 )
 
     async def _make_keeper(self, record: Record) -> Keeper:
@@ -262,9 +262,12 @@ class Sharing(Alone):
             )
         differing = cluster.options.differing(given, record.options)
         kept = f"; it keeps its {', '.join(differing)}" if differing else ""
-        if cluster.options.create_mode != "connect" or kept:
-            cluster.tell(f"Connected to running cluster {name}{kept}")
         cluster.shutdown_on_close = shutdown = bool(given.get("shutdown_on_close"))
+        if cluster.options.create_mode != "connect" or kept:
+            how = "shuts it down" if shutdown else "leaves it running; to end it, call cluster.shutdown()"
+            cluster.tell(
+                f"Connected to running cluster {name} of {record.maker.words}{kept}. cluster.close() {how}"
+            )
         own = {"shutdown_on_close": shutdown, "forward_dashboard": cluster.options.forward_dashboard}
         cluster.take_options(Options.of_running(name, record.options, **own))
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
@@ -455,6 +458,7 @@ class Sharing(Alone):
 
     def asked(self, group: str, *, here: bool, **change: Any) -> Change | None:
         """Write on the board what a user of this process has asked for: soon, or by :meth:`wait`."""
+        super().asked(group, here=here, **change)
         if not here:  # even if this process has become the keeper just now
             return self.outbox.add(is_awaited=True, groups={group: change})
         if self._keeper is not None:

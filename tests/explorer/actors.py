@@ -225,9 +225,9 @@ class Notebook(User):
         self.ended = True
         return self.start(self._end(cluster.leave))
 
-    def close(self, cluster: CMLCluster) -> asyncio.Task[Any]:
+    def shut_down(self, cluster: CMLCluster) -> asyncio.Task[Any]:
         self.ended = True
-        return self.start(self._end(cluster.close))
+        return self.start(self._end(cluster.shutdown))
 
     async def _end(self, end: Callable[[], Any]) -> None:
         client, self.client = self.client, None

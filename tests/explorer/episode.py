@@ -161,8 +161,8 @@ class Episode:
         else:
             keeper = self.actors.get(who)
             if isinstance(keeper, User) and keeper.open is not None:
-                if what == "close":
-                    self.ends.append("closed")
+                if what == "shut down":
+                    self.ends.append("shut down")
                 getattr(keeper, name)(keeper.open, *arguments)
 
     def idle(self, who: str) -> bool:
@@ -290,29 +290,29 @@ class Episode:
         ending = self.schedule.ending
         if ending == "settle":
             await self._settle()
-            ending = "close"
+            ending = "shut down"
         self.over = time.time()
         self.ends.append("the episode ends")
         if ending == "abandon":
             await self._abandon()
         elif self._is_dead():
             await self._prune()
-        elif ending == "close" and (keeper := self._keeper()) is not None and isinstance(keeper, Notebook):
-            self.note(f"{keeper.name}: close")
-            await self._close(keeper, keeper.open)
-            if not self.schedule.options["shutdown_on_close"]:  # it was left by its creator
-                await self._run("delete", again=True)
+        elif (
+            ending == "shut down" and (keeper := self._keeper()) is not None and isinstance(keeper, Notebook)
+        ):
+            self.note(f"{keeper.name}: shut down")
+            await self._shut_down(keeper, keeper.open)
         else:
             await self._run("delete", again=True)
         await self._check_the_end()
 
-    async def _close(self, notebook: Notebook, cluster: CMLCluster) -> None:
+    async def _shut_down(self, notebook: Notebook, cluster: CMLCluster) -> None:
         n_errors = len(notebook.errors)
-        await self._until_done(notebook.close(cluster), f"{notebook.name}'s close()")
-        if notebook.runs and cluster.shutdown_on_close and len(notebook.errors) == n_errors:
+        await self._until_done(notebook.shut_down(cluster), f"{notebook.name}'s shutdown()")
+        if notebook.runs and len(notebook.errors) == n_errors:
             await self._until(lambda: not self._not_stopped(), 15.0)
             if left := self._not_stopped():
-                self.violate(f"{notebook.name}'s close() has left and not named {left}")
+                self.violate(f"{notebook.name}'s shutdown() has left and not named {left}")
         if not notebook.runs:  # it has died on the way, and left the rest to whoever prunes
             await self._prune()
             if self._keeper() is not None:  # another process keeps the cluster
@@ -602,7 +602,7 @@ class Episode:
     # -- what must be
 
     async def _check_the_end(self) -> None:
-        await self._close_again()
+        await self._shut_down_again()
         await self._check_sessions()
         if self.stopped_schedulers:
             self.violate(f"these schedulers ran and were stopped: {self.stopped_schedulers}")
@@ -629,13 +629,13 @@ class Episode:
             self.violate(f"a traceback: {what}")
         self.outcome.leaked = sum(self._leaked(session) for session in self.platform.all.values())
 
-    async def _close_again(self) -> None:
-        """Let users whose ``close()`` has named sessions that were not stopped call it again."""
+    async def _shut_down_again(self) -> None:
+        """Let users whose ``shutdown()`` has named sessions that were not stopped call it again."""
         for actor in [*self.actors.values()]:
             failed = isinstance(actor, Notebook) and actor.cluster and actor.cluster.status == Status.failed
             if failed and actor.runs:
-                self.note(f"{actor.name}: close again, after {actor.errors[-1:]}")
-                await self._close(actor, actor.cluster)
+                self.note(f"{actor.name}: shut down again, after {actor.errors[-1:]}")
+                await self._shut_down(actor, actor.cluster)
 
     async def _check_sessions(self) -> None:
         await self._until(lambda: not self._left_running(), 200.0)
@@ -672,7 +672,7 @@ class Episode:
             if isinstance(actor, Page):
                 await self._until_done(actor.close(), "the web UI's close()")
             elif isinstance(actor, Notebook) and actor.cluster is not None:
-                await self._close(actor, actor.cluster)
+                await self._shut_down(actor, actor.cluster)
             if isinstance(actor, Notebook) and actor.wrong:
                 self.violate(f"{actor.name} has wrong results: {actor.wrong}")
             over = await self._until(lambda actor=actor: not self._tasks(actor), 60.0)

@@ -11,7 +11,7 @@ from simulated.faults import CALM, FATES, OUTAGE, ROUGH, STORM, Weather
 
 NAME = "mine"
 #: How an episode ends: the last request is carried out; all processes die; somebody closes or deletes it.
-ENDINGS = {"settle": 6, "abandon": 3, "close": 2, "delete": 2}
+ENDINGS = {"settle": 6, "abandon": 3, "shut down": 2, "delete": 2}
 WEATHERS = {"calm": CALM, "rough": ROUGH, "storm": STORM, "outage": OUTAGE, "fates": Weather(fates=FATES)}
 
 
@@ -245,7 +245,7 @@ _STEPS = {
     "retire": 1,
     "connect": 4,
     "leave": 1,
-    "close": 0.4,
+    "shut down": 0.4,
     "open page": 2,
     "close page": 1,
     "run delete": 0.4,
@@ -280,7 +280,7 @@ _ACTORS = {
     **dict.fromkeys(("scale", "adapt", "add_group", "delete_group", "remove"), "user"),
     **dict.fromkeys(("add_by_hand", "renew_group"), "user"),
     "delete in page": "page",
-    **dict.fromkeys(("submit", "forget", "retire", "close"), "A or B"),
+    **dict.fromkeys(("submit", "forget", "retire", "shut down"), "A or B"),
     **dict.fromkeys(("connect", "leave"), "B"),
     **dict.fromkeys(("open page", "close page"), "page"),
     **dict.fromkeys([step for step in _STEPS if step.startswith("run ")], "command"),
