@@ -1172,8 +1172,10 @@ class CMLCluster(SpecCluster):
                     if n_workers <= min(n_running, len(workers)):
                         return
             self.check_running(f"{n_workers} workers not connected")
+            self.view.check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
-                why = "" if self.sharing.is_connected else ": the scheduler does not answer"
+                problem = self.problem if self.sharing.is_connected else "the scheduler does not answer"
+                why = f": {problem}" if problem else ""
                 raise TimeoutError(f"Only {n_running}/{n_workers} workers arrived after {timeout}{why}")
             await asyncio.sleep(timing.collect)
 
@@ -1253,10 +1255,10 @@ class CMLCluster(SpecCluster):
         super().__exit__(kind, error, frames)
 
     def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a coroutine function. Remove the event loop's frames from errors of the platform."""
+        """Call a coroutine function. Remove the event loop's frames from errors that say all."""
         try:
             return super().sync(func, *args, **kwargs)
-        except CMLError as error:
+        except (CMLError, TimeoutError) as error:
             raise without_frames(error) from None
 
     async def _close(self) -> None:

@@ -272,6 +272,42 @@ async def test_wait_for_workers_fails_after_its_timeout(it):
 
 
 @simulated
+async def test_wait_for_workers_says_after_its_timeout_what_the_platform_refuses(it):
+    async with simulate(name="lab") as creator, rebuild("lab") as other:
+        it.platform.configure({"cpu": 3})
+        creator.scale(4)
+        await eventually(lambda: arrived(creator) == 2 and other.problem)
+        for cluster in creator, other:
+            with pytest.raises(
+                TimeoutError, match=r"^Only 2/4 workers .* 2 s: 2 of 4 workers launched: .*quota"
+            ):
+                await cluster.wait_for_workers(4, timeout="2 s")
+
+
+@simulated
+async def test_wait_for_workers_fails_as_soon_as_no_other_worker_is_to_connect(it):
+    with dask.config.set({"cml.failure-limit": 2}):
+        async with simulate(name="lab", n_workers=1, worker_groups={"gpu": {}}) as creator:
+            await creator.wait_for_workers(1)
+            async with rebuild("lab") as other:
+                it.platform.doom("fails", times=2)
+                creator.scale(1, worker_group="gpu")
+                for cluster in creator, other:
+                    with pytest.raises(CMLError) as failure:
+                        await cluster.wait_for_workers(2)
+                    words = "1 of 2 workers connected: no new workers after 2 failures in a row: "
+                    assert str(failure.value).startswith(words)
+                    assert str(failure.value).endswith(
+                        ". To try again, call cluster.scale(n, worker_group='gpu')"
+                    )
+                creator.adapt(1, 2)  # these may come
+                with pytest.raises(TimeoutError, match="Only 1/2 workers arrived after 5 s: gpu: no new"):
+                    await creator.wait_for_workers(2, timeout="5 s")
+                other.scale(1, worker_group="gpu")
+                await other.wait_for_workers(2)
+
+
+@simulated
 async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
     async with simulate(n_workers=1) as cluster:
         await cluster.wait_for_workers(1)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dask_cml.advice import Scale
 from dask_cml.core.interface import Cluster
 from dask_cml.core.launches import Launches
 from dask_cml.core.messages import Messages
 from dask_cml.core.processes import Processes
 from dask_cml.core.retirement import Retirements
+from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.session import Session
 
 
 class Sessions:
     """The sessions of a cluster as a process knows them."""
+
+    _cluster: Cluster
 
     @property
     def sessions(self) -> list[Session]:
@@ -25,6 +29,40 @@ class Sessions:
     def workers_of(self, group: str) -> list[str]:
         """Return the names of a group's sessions, wanted or not."""
         return [session.name for session in self.sessions if session.group == group]
+
+    def arrived(self, group: str | None = None) -> set[str]:
+        """Return the names of the wanted workers of which a Dask worker is connected."""
+        raise NotImplementedError
+
+    def target(self, group: str = DEFAULT_GROUP) -> int:
+        """Return how many worker sessions of a group are requested."""
+        raise NotImplementedError
+
+    def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, Any] | None:
+        """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
+        raise NotImplementedError
+
+    @property
+    def gave_up(self) -> Mapping[str, str]:
+        """Why no more workers of some groups are launched, until a user scales them."""
+        raise NotImplementedError
+
+    def check_that_workers_may_come(self, what: str) -> None:
+        """Refuse to wait for workers after too many failures, when no other worker is to connect.
+
+        Raises
+        ------
+        CMLError
+            If no worker of any group is to connect until a user scales a group that failed.
+        """
+        gave_up = self.gave_up
+        for group in self._cluster.groups.names:
+            absent = {*self.workers_of(group)} - self.arrived(group)
+            wanted = self.target(group) - len(self.arrived(group))
+            if absent or (group not in gave_up and (wanted > 0 or self.limits(group))):
+                return
+        for group, why in gave_up.items():
+            raise CMLError(f"{what}: {why}. To try again,", Scale(self._cluster.options.name, group=group))
 
 
 class View(Sessions):
