@@ -308,6 +308,7 @@ class CMLCluster(SpecCluster):
     def _set_up(
         self, options: Options, given: Mapping[str, Any], quiet: bool, dask_arguments: Mapping[str, Any]
     ) -> None:
+        output.follow_cells()
         self.options = options
         self._quiet = quiet
         self.is_asynchronous = bool(dask_arguments.get("asynchronous"))

@@ -21,6 +21,11 @@ from dask_cml.words import printable_lines
 #: Maximum number of lines that are not written yet. Of more, the oldest are dropped.
 _MOST_WAITING = 1000
 
+#: IPython's shell in a notebook. None elsewhere, and before :func:`follow_cells`.
+_shell: Any = None
+#: The request of a notebook that runs its last cell.
+_last_cell: Any = None
+
 
 class _Writer:
     """Writes words in a thread of its own.
@@ -96,7 +101,42 @@ def flush(timeout: float = 1.0) -> bool:
 def write(function: Callable[[], None]) -> None:
     """Call a function that writes words, soon, after all words before. Drop its errors."""
     context = contextvars.copy_context()
-    _writer.write(lambda: context.run(function))
+
+    def write_in_context() -> None:
+        _write_below_last_cell()
+        function()
+
+    _writer.write(lambda: context.run(write_in_context))
+
+
+def follow_cells() -> None:
+    """In a notebook, write below the cell that runs, or ran last, from now on.
+
+    ipykernel writes below the cell in which a task began. The tasks of a cluster begin in the cell that
+    creates it.
+    """
+    global _shell
+    shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if _shell is None and hasattr(shell, "parent_header"):
+        _shell = shell
+        _note_cell()
+        shell.events.register("pre_run_cell", _note_cell)
+
+
+def _note_cell(_: Any = None) -> None:
+    """Note the request that runs the present cell. Later ones may complete a name, and have no output."""
+    global _last_cell
+    _last_cell = _shell.parent_header
+
+
+def _write_below_last_cell() -> None:
+    if _last_cell is None:
+        return
+    for out in (sys.stdout, sys.stderr):
+        for name in ("set_thread_parent", "set_parent"):  # the first one is of ipykernel 7
+            if hasattr(out, name):
+                getattr(out, name)(_last_cell)
+                break
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 from clusters import arrived, log_of, simulate
+from jupyter_client.manager import start_new_kernel
 from simulated.testing import eventually, simulated
 from terminals import STEERING
 
@@ -246,3 +247,70 @@ def test_a_signals_handler_may_log_wherever_it_interrupts_the_program(begins):
     n, words = int(done.stdout), done.stderr.splitlines()
     assert n > 10
     assert (words.count("of the program"), words.count("of the handler")) == (n, n - 1)
+
+
+CREATE = """
+import asyncio
+from dask_cml import CMLCluster
+
+cluster = CMLCluster(name="lab", platform="local", quiet=False)
+may_tell = [asyncio.Event() for _ in range(2)]
+
+async def tell():
+    for n, event in enumerate(may_tell):
+        await event.wait()
+        cluster.tell(f"line {n}")
+        cluster.logger_of_test.warning(f"warning {n}")
+
+async def begin():
+    return asyncio.create_task(tell())
+
+from dask_cml.output import Logger
+cluster.logger_of_test = Logger("of.test")
+task = cluster.sync(begin)
+"""
+ALLOW = "cluster.loop.add_callback(may_tell[{}].set)"
+
+
+class Notebook:
+    """A kernel whose cells show what is written below them."""
+
+    def __init__(self):
+        self.manager, self.client = start_new_kernel()
+        #: The output of the cells, by the ids of the requests that run them.
+        self.below = {}
+
+    def run(self, code):
+        """Run a cell, and return the id of its request."""
+        cell = self.client.execute(code)
+        answer = self.client.get_shell_msg(timeout=120)
+        assert answer["content"]["status"] == "ok", answer["content"]
+        return cell
+
+    def shows(self, cell, words):
+        """Wait until words are written below a cell."""
+        while words not in self.below.get(cell, ""):
+            message = self.client.get_iopub_msg(timeout=60)
+            if message["msg_type"] == "stream":
+                parent = message["parent_header"]["msg_id"]
+                self.below[parent] = self.below.get(parent, "") + message["content"]["text"]
+        return True
+
+
+def test_lines_of_a_cluster_appear_below_the_cell_that_runs_or_ran_last(platform):
+    notebook = Notebook()
+    try:
+        create = notebook.run(CREATE)
+        runs = notebook.run(ALLOW.format(0) + "; cluster.sync(asyncio.sleep, 0.5)")
+        assert notebook.shows(runs, "line 0")
+        assert notebook.shows(runs, "warning 0")
+        later = notebook.run(f"import threading; threading.Timer(1.0, lambda: {ALLOW.format(1)}).start()")
+        notebook.client.complete("clus")
+        notebook.client.get_shell_msg(timeout=60)
+        assert notebook.shows(later, "line 1")
+        assert notebook.shows(later, "warning 1")
+        assert "line" not in notebook.below.get(create, "")
+        notebook.run("cluster.close()")
+    finally:
+        notebook.client.stop_channels()
+        notebook.manager.shutdown_kernel(now=True)
