@@ -986,3 +986,63 @@ async def test_a_request_counts_although_keeper_and_scheduler_end_before_it_is_w
         await eventually(lambda: cluster.is_keeper and arrived(cluster) == 3)
         assert target(cluster) == 3
         await cluster.shutdown()
+
+
+def all_ids(platform):
+    return [session.id for session in platform.live_sessions]
+
+
+@pytest.mark.parametrize("name_all", [False, True])
+@pytest.mark.parametrize("n", [0, 3])
+@simulated
+async def test_a_cluster_ends_whose_sessions_somebody_stops_together(it, n, name_all):
+    cluster = await simulate(name="lab", n_workers=n)
+    await eventually(lambda: arrived(cluster) == n)
+    n_launched = it.platform.count("launch_workers")
+    it.platform.stop_workers(*(all_ids(it.platform) if name_all else []))
+    await eventually(lambda: cluster.status == Status.closed)
+    why = "somebody stopped all its sessions, as `stop_workers()` of CML does"
+    assert f"Cluster lab shut down: {why}" in log_of(cluster)
+    assert it.platform.count("launch_workers") == n_launched
+    assert it.clusters == []
+
+
+@simulated
+async def test_a_cluster_ends_whose_workers_somebody_stops_before_its_scheduler(it):
+    cluster = await simulate(name="lab", n_workers=2)
+    await eventually(lambda: arrived(cluster) == 2)
+    await asyncio.sleep(timing.stray)
+    scheduler, *workers = all_ids(it.platform)
+    it.platform.stop_workers(*workers)
+    await eventually(lambda: "launching a replacement" in log_of(cluster))
+    it.platform.stop_workers(scheduler)
+    await eventually(lambda: cluster.status == Status.closed)
+    assert not it.platform.live
+    assert it.clusters == []
+
+
+@pytest.mark.parametrize("stopped", ["scheduler", "workers", "scheduler and one worker"])
+@simulated
+async def test_a_cluster_goes_on_of_which_only_some_sessions_are_stopped(it, stopped):
+    async with simulate(name="lab", n_workers=2) as cluster:
+        await eventually(lambda: stands(it, cluster, 2))
+        await asyncio.sleep(timing.stray)
+        scheduler, *workers = all_ids(it.platform)
+        ids = {
+            "scheduler": [scheduler],
+            "workers": workers,
+            "scheduler and one worker": [scheduler, workers[0]],
+        }
+        it.platform.stop_workers(*ids[stopped])
+        await eventually(lambda: not {*ids[stopped]} & {*it.platform.live})
+        await eventually(lambda: stands(it, cluster, 2))
+
+
+@simulated
+async def test_a_cluster_goes_on_whose_scheduler_is_evicted_while_its_workers_are_stopped(it):
+    async with simulate(name="lab", n_workers=2) as cluster:
+        await eventually(lambda: stands(it, cluster, 2))
+        scheduler, *workers = all_ids(it.platform)
+        it.platform.evict(scheduler)
+        it.platform.stop_workers(*workers)
+        await eventually(lambda: cluster.place.number == 1 and stands(it, cluster, 2))

@@ -207,6 +207,11 @@ class CMLProcess(ProcessInterface):
         await super().close()
 
     @property
+    def launched_for(self) -> float:
+        """Time since its launch in this process, in seconds. 0 before."""
+        return 0.0 if self.launched_at is None else time.monotonic() - self.launched_at
+
+    @property
     def session_id(self) -> str | None:
         """The session's id. None before the launch."""
         return self.info.get("id")

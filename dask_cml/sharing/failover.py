@@ -153,7 +153,30 @@ class Failover:
             for _ in range(10):  # another process that deletes the cluster removes its record next
                 await self._read(record)
                 await asyncio.sleep(timing.goodbye / 10)
+        if await self._were_all_stopped(scheduler):
+            raise SchedulerLost("somebody stopped all its sessions, as `stop_workers()` of CML does")
         return await scheduler.failure("ended")
+
+    async def _were_all_stopped(self, scheduler: CMLScheduler) -> bool:
+        """Return whether somebody has stopped the scheduler's session together with all worker sessions.
+
+        The platform lists them only in the session that launched them. So they have not ended with that one.
+        """
+        if not self._cluster.is_keeper or scheduler.info.get("status") != "stopped":
+            return False
+        try:
+            listing = await self._cluster.api.sessions()
+        except CMLError:
+            return False
+        is_any_stopped, workers = False, self._cluster.processes.workers()
+        for worker in workers:
+            worker.update(listing)
+            is_stopped = worker.info.get("status") == "stopped"
+            is_any_stopped |= is_stopped
+            # A worker that was stopped first may have been replaced, before the scheduler was stopped.
+            if not is_stopped and worker.launched_for > timing.stray:
+                return False
+        return is_any_stopped or not workers
 
     async def _read(self, record: Record, why: str = "another process shut it down") -> Record:
         """Return the cluster's record as it is now.
