@@ -404,6 +404,21 @@ def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
     assert "https://a/" not in run("list")
 
 
+@simulated
+async def test_list_and_info_show_the_problem(it, capsys):
+    with dask.config.set({"cml.failure-limit": 1}):
+        async with simulate(name="lab") as cluster:
+            it.platform.doom("fails")
+            cluster.scale(1)
+            await eventually(lambda: store.read("lab").scheduler.workers.problem)
+            await show.list_clusters.callback(False)
+            assert "\nProblem of lab: no new workers after 1 failures in a row: " in capsys.readouterr().out
+            await show.info.callback("lab", False)
+            lines = capsys.readouterr().out.splitlines()
+            assert [line.split()[0] for line in lines[:3]] == ["name", "status", "problem"]
+            assert "no new workers after 1 failures in a row: " in lines[2]
+
+
 @pytest.mark.slow
 def test_a_stale_cluster_counts_its_hours_until_its_last_sign_of_life(monkeypatch):
     monkeypatch.setattr(show, "_PATIENCE", 0.2)  # nobody is to answer

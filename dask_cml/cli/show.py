@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.cli.console import as_json, cml, complete_names, echo, of_cluster, print_json, print_table
+from dask_cml.cli.console import (
+    as_json,
+    cml,
+    complete_names,
+    echo,
+    first_line_of,
+    of_cluster,
+    print_json,
+    print_table,
+)
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import adapts, format_duration, format_time, idle, waiting
@@ -29,7 +38,7 @@ _COLUMNS = ("name", "status", "workers", "threads", "memory", "tasks", "by", "ag
 @cml.command(name="list")
 @as_json
 async def list_clusters(as_json: bool) -> None:
-    """List the clusters of the project."""
+    """List the clusters of the project, and their problems."""
     from dask_cml.records import operations, store
 
     rows = await operations.describe(store.records())
@@ -40,6 +49,9 @@ async def list_clusters(as_json: bool) -> None:
         echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
         return
     print_table(_COLUMNS, [[*_cells(row).values()] for row in rows])
+    for row in rows:
+        if row["problem"]:
+            echo(f"Problem of {row['name']}: {first_line_of(row['problem'])}")
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -85,9 +97,10 @@ async def info(name: str, as_json: bool) -> None:
         }
         print_json(row | {"sessions": sessions, "owners": owners})
         return
-    values = _cells(row) | {
+    problem = first_line_of(row["problem"]) if row["problem"] else None
+    values = {"name": row["name"], "status": row["status"], "problem": problem}
+    values |= _cells(row) | {
         "address": row["address"],
-        "problem": row["problem"],
         "ends": "; ".join(row["ends"]),
         "scheduler": row["scheduler"],
         "created": row["created"],
