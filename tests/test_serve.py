@@ -27,6 +27,7 @@ import dask
 import psutil
 import pytest
 import tornado
+from click.testing import CliRunner
 from clusters import (
     create_and_kill,
     create_and_leave,
@@ -46,8 +47,9 @@ from tornado import httputil
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
-from dask_cml import CMLCluster
+from dask_cml import CMLCluster, cli
 from dask_cml.cancellation import cancel
+from dask_cml.cli import create
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.errors import CMLError
 from dask_cml.layout import LOGS_FOLDER
@@ -736,6 +738,49 @@ async def test_without_a_free_second_port_the_page_serves_no_dashboards(session,
     with local_socket(session):
         assert serve_dashboards(ProjectClusters(), Access(8100)) is None
     assert caplog.text.count("Dashboards not served") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "second", "words"),
+    [
+        ((), "8101", "run it as a CML Application, or run `dask cml serve --port $CDSW_READONLY_PORT`"),
+        ((), "", "run it as a CML Application, or run `dask cml serve --port 0`"),
+        (("--port", None), "8101", "choose another one with --port, or 0 for a free one"),
+        (("--port", 0, "--dashboard-port", None), "", "choose another one with --dashboard-port, or 0 for"),
+    ],
+)
+def test_a_port_in_use_is_named_with_the_next_command(monkeypatch, arguments, second, words):
+    with local_socket(0) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
+        monkeypatch.setenv("CDSW_APP_PORT", port)
+        monkeypatch.setenv("CDSW_READONLY_PORT", second)
+        result = CliRunner().invoke(
+            cli.cml, ["serve", *(port if text is None else str(text) for text in arguments)]
+        )
+    assert result.exit_code == 1
+    assert f"cannot listen at port {port}, because another program" in result.output
+    assert words in result.output
+
+
+async def test_on_cml_the_link_is_of_cml_and_no_text_asks_for_a_printed_token(session, monkeypatch, capsys):
+    monkeypatch.setenv("CDSW_APP_PORT", "")
+    listens = asyncio.Event()
+
+    def started(*link):
+        create._print_link(*link)
+        listens.set()
+
+    serving = asyncio.create_task(serve(session, started))
+    await asyncio.wait_for(listens.wait(), PATIENCE)
+    printed = capsys.readouterr().out
+    assert "Open the web UI: https://read-only-eng1ne0000000000.ml.example.com/\n" in printed
+    assert "there is no token" in printed
+    answer = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{session}/api/clusters", raise_error=False)
+    assert answer.code == 401
+    assert "open the web UI by its link in CML" in answer.body.decode()
+    assert "printed" not in answer.body.decode()
+    await cancel(serving)
 
 
 def sent(method, headers):

@@ -177,8 +177,8 @@ async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> No
 
 
 def _print_link(link: str, behind_entry: bool) -> None:
+    echo(f"Open the web UI: {link}")
     if behind_entry:
-        echo(f"The web UI listens at {link}, and CML forwards requests to it.")
+        echo("An Application has another link, which CML shows. CML logs you in, so there is no token.")
     else:
-        echo(f"Open the web UI: {link}")
         echo("To stop it and the clusters created there, press Ctrl-C.", err=True)

@@ -87,6 +87,16 @@ class Access:
         #: Whether requests come through CML's ingress. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
 
+    @property
+    def how_to_log_in(self) -> str:
+        """What a user without a name and without the token can do."""
+        if self.behind_entry:
+            return (
+                "CML has named no user: open the web UI by its link in CML. A program sends the token that "
+                f"{TOKEN_VARIABLE} sets."
+            )
+        return "Open the link that `dask cml serve` printed, or send the token in it."
+
     def accepts(self, token: str | None) -> bool:
         """Return whether this token is valid."""
         return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
@@ -190,7 +200,7 @@ class Handler(RequestHandler):
             self._take_token()
             return
         if self.current_user is None:
-            raise HTTPError(401, "Open the link that `dask cml serve` printed, or send the token in it.")
+            raise HTTPError(401, self.access.how_to_log_in)
         if not reads and not self.current_user.may_change:
             raise HTTPError(403, f"You cannot change clusters: {self.access.read_only}.")
         if not reads and bearer(self.request) is None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
 import secrets
 import signal
+import socket
 import tempfile
 import threading
 import webbrowser
@@ -43,6 +45,41 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def port_of_session() -> int:
     """Return the port that CML serves in this session. Outside of sessions, return 0 for any free port."""
     return int(next(filter(None, map(os.environ.get, SERVED_PORTS)), 0))
+
+
+def listen_for_web_ui(port: int | None) -> socket.socket:
+    """Listen at a port of 127.0.0.1. None: the one that CML serves, or any free port.
+
+    Raises
+    ------
+    CMLError
+        If the port is in use. The message says what to do.
+    OSError
+        If the port cannot be used.
+    """
+    served = port_of_session()
+    if port is not None or not served:
+        return _listen("the web UI", port or 0, "choose another one with --port, or 0 for a free one")
+    second = os.environ.get(_SECOND)
+    free = "0" if second in (None, "", str(served)) else f"${_SECOND}"
+    advice = f"run it as a CML Application, or run `dask cml serve --port {free}`"
+    return _listen("the web UI", served, advice, "another program, usually JupyterLab,")
+
+
+def _listen(server: str, port: int, advice: str, program: str = "another program") -> socket.socket:
+    try:
+        return local_socket(port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise CMLError(f"{server} cannot listen at port {port}, because {program} does: {advice}") from error
+
+
+def link_of_cml(port: int) -> str | None:
+    """Return the link under which CML serves a port of this session, if CML says it."""
+    hosts = served_hosts()
+    variables = [variable for variable in hosts if os.environ.get(variable) == str(port)]
+    return f"https://{hosts[variables[0]]}/" if variables else None
 
 
 def make_application(
@@ -96,8 +133,10 @@ class Dashboards(LocalServer):
 
     Raises
     ------
+    CMLError
+        If the port is in use.
     OSError
-        If the port is in use, or CML serves no second port.
+        If CML serves no second port.
     """
 
     def initialize(  # type: ignore[override]
@@ -115,7 +154,8 @@ class Dashboards(LocalServer):
             port = int(second)
         routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
         application = dashboard_application(routes, access.guard, clusters=clusters, dashboards=self)
-        super().initialize(application, local_socket(port))
+        advice = "choose another one with --dashboard-port, or 0 for a free one"
+        super().initialize(application, _listen("the server of dashboards", port, advice))
 
     def link(self, request: HTTPServerRequest, name: str, id: str) -> str:
         """Return the address of a cluster's dashboard, for the scheme of the web UI.
@@ -145,12 +185,12 @@ def serve_dashboards(clusters: ProjectClusters, access: Access, port: int = 0) -
 
     Raises
     ------
-    OSError
+    CMLError
         If the port is in use outside of CML.
     """
     try:
         return Dashboards(clusters, access, port)
-    except OSError as error:
+    except (CMLError, OSError) as error:
         if not access.behind_entry:
             raise
         logger.warning("Dashboards not served: %s", error)
@@ -200,7 +240,7 @@ async def serve(
     port : int, optional
         The port on 127.0.0.1. Default: the one that CML serves, or any free port.
     on_start : callable
-        Called when the web UI listens, with its link and whether requests come through CML's ingress.
+        Called when the web UI listens, with its link and whether CML forwards requests to it.
     open_browser : bool
         Whether to open the web UI in a browser. Default False.
     dashboard_port : int
@@ -208,20 +248,19 @@ async def serve(
 
     Raises
     ------
-    OSError
-        If a port is in use.
     CMLError
-        If CML did not stop some sessions on shutdown. The message names their clusters.
+        If a port is in use. Also if CML did not stop some sessions on shutdown. The message names their
+        clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     holes = known_holes()
     if holes is not None:
         logger.warning("%s: run `dask cml doctor`", holes)
-    listener = local_socket(port_of_session() if port is None else port)
-    access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
-    dashboards = serve_dashboards(clusters, access, dashboard_port)
-    server = LocalServer(make_application(clusters, access, dashboards), listener)
     async with contextlib.AsyncExitStack() as ending:
+        listener = ending.enter_context(listen_for_web_ui(port))
+        access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
+        dashboards = serve_dashboards(clusters, access, dashboard_port)
+        server = LocalServer(make_application(clusters, access, dashboards), listener)
         for number in _SIGNALS:
             loop.add_signal_handler(number, stop.set)
             ending.callback(loop.remove_signal_handler, number)
@@ -231,7 +270,9 @@ async def serve(
         ending.push_async_callback(server.close)  # runs first
         clusters.start()
         link = f"http://127.0.0.1:{access.port}/"
-        if not access.behind_entry:
+        if access.behind_entry:
+            link = link_of_cml(access.port) or link
+        else:
             link += f"?token={access.token}"
         on_start(link, access.behind_entry)
         with _opened(link) if open_browser else contextlib.nullcontext():
