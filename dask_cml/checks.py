@@ -324,18 +324,18 @@ def worker_args(
         refused = {**refused, "several processes need nannies": ["--no-nanny"]}
     words = command_line(argument, value, refused)
     if [*worker_command] in ([], ["dask", "worker"]):
-        _parse(argument, words, "worker")
+        _parse(argument, words, "worker", refused)
     return words
 
 
 def scheduler_args(argument: str, value: Any, refused: Refused) -> tuple[str, ...]:
     """Check additional arguments of ``dask scheduler``."""
     words = command_line(argument, value, refused)
-    _parse(argument, words, "scheduler")
+    _parse(argument, words, "scheduler", refused)
     return words
 
 
-def _parse(argument: str, words: Sequence[str], program: str) -> None:
+def _parse(argument: str, words: Sequence[str], program: str, refused: Refused) -> None:
     """Refuse what the installed program does not know. Its session would end without a connection."""
     if not words:
         return
@@ -348,8 +348,10 @@ def _parse(argument: str, words: Sequence[str], program: str) -> None:
     try:
         given, _, _ = command.make_parser(context).parse_args([*words])
     except click.NoSuchOption as error:
-        options = [option for parameter in command.params for option in parameter.opts]
-        expected = nearest(error.option_name, options)
+        options = [option[2:] for parameter in command.params for option in parameter.opts]
+        near = difflib.get_close_matches(error.option_name[2:], options, n=1)
+        expected = f"--{near[0]}" if near else f"an option that `dask {program} --help` lists"
+        _refuse(argument, expected, error.option_name, refused)
         raise ValueError(
             f"invalid {argument}: `dask {program}` has no option {error.option_name}: expected {expected}"
         ) from None

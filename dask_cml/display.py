@@ -268,6 +268,8 @@ class StartDisplay:
         n_connected, noun = len(self._connected()), "worker" if n == 1 else "workers"
         if n_connected == n:
             return f"{text} with {n} {noun}"
+        if all(getattr(self._workers.get(name), "is_scheduling", False) for name in self._names):
+            return f"{text}; its {n} {noun} {'is' if n == 1 else 'are'} queued"
         if n == 1:
             return f"{text}; its worker connects when it has started"
         if n_connected == 0:
@@ -337,7 +339,7 @@ class Terminal(Line):
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Replace the table."""
         try:
-            width = os.get_terminal_size(self._out.fileno()).columns
+            width = os.get_terminal_size(self._out.fileno()).columns or _NO_WIDTH
         except (OSError, ValueError):
             width = _NO_WIDTH
         # A line that wraps would count as two when the cursor moves up.

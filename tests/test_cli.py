@@ -34,6 +34,7 @@ from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
 from testbed import faults
 
+import dask_cml
 from dask_cml import CMLCluster, CMLError, cli, protocol
 from dask_cml.cli import change, console, show
 from dask_cml.layout import LOGS_FOLDER, scheduler_file
@@ -417,6 +418,18 @@ async def test_list_and_info_show_the_problem(it, capsys):
             lines = capsys.readouterr().out.splitlines()
             assert [line.split()[0] for line in lines[:3]] == ["name", "status", "problem"]
             assert "no new workers after 1 failures in a row: " in lines[2]
+
+
+def test_info_needs_no_name_of_the_only_cluster():
+    assert "No clusters. Create one: " in run("info", code=2)
+    add_record("lab")
+    assert run("info").splitlines()[0].split() == ["name", "lab"]
+    add_record("night")
+    assert "expected the name of a cluster: lab, night" in run("info", code=2)
+
+
+def test_the_version_is_that_of_the_package():
+    assert run("--version") == f"dask-cml, version {dask_cml.__version__}\n"
 
 
 @pytest.mark.slow

@@ -273,6 +273,20 @@ def test_hours_of_a_dead_cluster_count_until_its_last_sign_of_life(state):
     assert [*map(list, found.samples)] == ACTIVITY["samples"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (40, "50 % of 40 worker seconds"),
+        (90, "50 % of 1.5 worker minutes"),
+        (5400, "50 % of 1.5 worker hours"),
+    ],
+)
+def test_a_short_time_of_workers_is_no_number_of_zero_hours(state, seconds, words):
+    activity = {**ACTIVITY, "session_seconds": seconds, "busy_seconds": seconds / 2}
+    history.remember(dead_record(activity=activity))
+    assert the_only_one().idle_words == f"{words} were idle"
+
+
 def test_a_cluster_whose_scheduler_never_answered_ended_with_its_last_launch(state):
     record = Record(
         "lab",

@@ -320,6 +320,8 @@ REFUSED = [
     ("worker_args", ["--host", "10.0.0.7"], ValueError, "each session has its own address"),
     ("worker_args", ["--version"], ValueError, "the program would end"),
     ("worker_args", ["--nonsense"], ValueError, "`dask worker` has no option --nonsense: expected "),
+    ("worker_args", ["--bogus"], ValueError, "expected an option that `dask worker --help` lists"),
+    ("worker_args", ["--nthread", "3"], ValueError, "expected no --nthread; use the argument nthreads"),
     ("worker_args", ["--lifetme", "1h"], ValueError, "has no option --lifetme: expected --lifetime"),
     ("worker_args", ["--lifetime"], ValueError, "expected a value after --lifetime"),
     ("worker_args", ["tcp://10.0.0.1:8786"], ValueError, "options of `dask worker`, and no other words"),

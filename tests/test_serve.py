@@ -1102,7 +1102,11 @@ async def xsrf(server, headers):
 @pytest.mark.parametrize(
     ("headers", "words"),
     [
-        ({"Host": "evil.example"}, "The web UI refuses requests for host 'evil.example'"),
+        (
+            {"Host": "evil.example"},
+            "The web UI refuses requests for host 'evil.example'. If this is your proxy, add it to "
+            "cml.forward-hosts in Dask's configuration, and start `dask cml serve` again",
+        ),
         ({"Origin": "https://evil.example"}, "The web UI refuses requests from pages of 'https://evil"),
         ({"Origin": "https://100%"}, "The web UI refuses requests from pages of 'https://100%'"),
         ({"Origin": "null"}, "The web UI refuses requests from pages of 'null'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import html
 import io
+import os
 import re
 import subprocess
 import sys
@@ -65,7 +66,12 @@ def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0
     if session:
         session.waits_for = waits_for
     return SimpleNamespace(
-        name=f"c-{n}", role=role, session=session, waits_for=waits_for, launched_at=launched_at
+        name=f"c-{n}",
+        role=role,
+        session=session,
+        waits_for=waits_for,
+        launched_at=launched_at,
+        is_scheduling=status == "scheduling",
     )
 
 
@@ -125,6 +131,12 @@ def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
 # -- the display
 
 STARTED = "Cluster c started in 0 s"
+
+
+def test_a_start_whose_workers_are_all_queued_says_so(clock):
+    processes = [process(0), process(1, "scheduling"), process(2, "scheduling")]
+    assert start_display(processes)._summary() == f"{STARTED}; its 2 workers are queued"
+    assert start_display(processes[:2])._summary() == f"{STARTED}; its 1 worker is queued"
 
 
 @pytest.mark.parametrize(
@@ -202,6 +214,17 @@ def test_a_terminal_shows_one_table_and_then_one_line(monkeypatch):
     screen.end("over")
     screen.end("interrupted")
     assert out.seen() == ["over", "interrupted"]
+
+
+def test_a_terminal_that_does_not_know_its_width_gets_whole_lines(monkeypatch):
+    out = Terminal()
+    out.fileno = lambda: 2
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((0, 0)))
+    screen = screens.open_screen()
+    screen.show("first", ROWS[:1])
+    assert out.seen() == ["first", "  c-scheduler  abc  running  3 s"]
+    screen.end("")
 
 
 ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
@@ -338,6 +361,16 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
 
 
 # -- HTML
+
+
+@simulated
+async def test_the_widgets_status_has_no_row_without_content(it):
+    async with simulate() as cluster:
+        status = cluster._widget().children[0]
+        await eventually(lambda: "cluster-repr" in cluster.periodic_callbacks)
+        cluster.periodic_callbacks["cluster-repr"].callback()
+        assert "Status:" in status.value
+        assert not re.search(r"<td[^>]*>\s*</td>", status.value)
 
 
 @pytest.mark.usefixtures("light")

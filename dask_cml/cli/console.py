@@ -42,6 +42,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands)
+@click.version_option(package_name="dask-cml", prog_name="dask-cml")
 def cml() -> None:
     """Dask clusters on Cloudera Machine Learning sessions."""
     # Dask imports dask-ctl, if installed, with each command. It hands signals to an event loop that does not

@@ -27,11 +27,13 @@ from dask_cml.words import adapts, format_duration, format_time, idle, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
+    from dask_cml.records.record import Record
     from dask_cml.records.usage import SessionHours, Usage
 
 #: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
 _PATIENCE = 5.0
+_NO_CLUSTERS = "No clusters. Create one: dask cml create --n-workers 2"
 _COLUMNS = ("name", "status", "workers", "threads", "memory", "tasks", "by", "age", "dashboard")
 
 
@@ -46,7 +48,7 @@ async def list_clusters(as_json: bool) -> None:
         print_json(rows)
         return
     if not rows:
-        echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
+        echo(_NO_CLUSTERS, err=True)
         return
     print_table(_COLUMNS, [[*_cells(row).values()] for row in rows])
     for row in rows:
@@ -76,14 +78,17 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 @cml.command()
-@of_cluster
+@click.argument("name", required=False, shell_complete=complete_names)
 @as_json
-async def info(name: str, as_json: bool) -> None:
-    """Show one cluster: its sessions, worker groups and usage."""
+async def info(name: str | None, as_json: bool) -> None:
+    """Show one cluster: its sessions, worker groups and usage.
+
+    NAME may be left out if the project has one cluster.
+    """
     from dask_cml.records import history, operations, store
     from dask_cml.records.usage import usage_of
 
-    record = store.read(name)
+    record = _the_only_record() if name is None else store.read(name)
     [row] = await operations.describe([record], timeout=_PATIENCE)
     usage = usage_of(record, history.end_of(record) if row["status"] == "stale" else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
@@ -120,6 +125,17 @@ async def info(name: str, as_json: bool) -> None:
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
         lines.append(("session", f"{session}  {role}{owner}"))
     _print(lines, usage)
+
+
+def _the_only_record() -> Record:
+    """Return the record of the only cluster of the project."""
+    from dask_cml.records import store
+
+    records = store.records()
+    if len(records) != 1:
+        names = ", ".join(record.name for record in records)
+        raise click.UsageError(f"expected the name of a cluster: {names}" if names else _NO_CLUSTERS)
+    return records[0]
 
 
 @cml.command(name="history")

@@ -190,7 +190,11 @@ class EndedCluster:
         percent = round(100 * self.idle)
         if self.busy_seconds:
             percent = min(percent, 99)
-        return f"{percent} % of {self.session_seconds / 3600:.1f} worker hours were idle"
+        seconds = self.session_seconds
+        for unit, length in (("hours", 3600), ("minutes", 60)):
+            if seconds >= length:
+                return f"{percent} % of {seconds / length:.1f} worker {unit} were idle"
+        return f"{percent} % of {seconds:.0f} worker seconds were idle"
 
     @property
     def task_words(self) -> str:

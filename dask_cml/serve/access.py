@@ -69,7 +69,7 @@ class Access:
     token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
 
     def __post_init__(self) -> None:
-        self.guard = HostGuard("The web UI", self.port)
+        self.guard = HostGuard("The web UI", "start `dask cml serve` again", self.port)
         #: The users who may change clusters. None: those to whom CML grants write access.
         self._users: tuple[str, ...] | None = setting("serve.users")
         #: Why a user may not change clusters, for users.
