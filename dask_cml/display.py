@@ -28,7 +28,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
 from dask_cml.sessions.session import CMLProcess, Session
-from dask_cml.words import adapts, format_duration, idle, printable, table, waiting, waiting_workers
+from dask_cml.words import adapting, format_duration, idle, printable, table, waiting, waiting_workers
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
@@ -113,7 +113,7 @@ class Description:
     problem : str or None
         The present problem, as a clause.
     adapts : str
-        The bounds of the default group's adaptive scaling. Empty if it does not adapt.
+        The bounds of the groups that adapt, which are named if there are several. Empty if none adapts.
     idle : str
         For how long it has had no tasks. Empty if it has some, or had a moment ago.
     """
@@ -146,8 +146,10 @@ def describe(cluster: Any) -> Description:
 
 
 def _adapts_words(cluster: Any) -> str:
-    limits = cluster.view.limits()
-    return adapts(limits["minimum"], limits["maximum"]) if limits else ""
+    groups = cluster.groups.names
+    limits = {group: cluster.view.limits(group) for group in groups}
+    bounds = {group: (found["minimum"], found["maximum"]) for group, found in limits.items() if found}
+    return adapting(bounds, names_groups=len(groups) > 1)
 
 
 def _status_words(cluster: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 
 #: Control characters except the tab, characters that end lines, change the direction of text or are not
@@ -80,6 +80,17 @@ def format_time(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
 def adapts(minimum: int, maximum: int) -> str:
     """Return the text for the bounds of adaptive scaling."""
     return f"adapts between {minimum} and {maximum}"
+
+
+def adapting(bounds: Mapping[str, Sequence[int]], *, names_groups: bool) -> str:
+    """Return the text for the bounds of the worker groups that adapt, by their names.
+
+    Examples
+    --------
+    >>> adapting({"default": (0, 2), "gpu": (1, 4)}, names_groups=True)
+    'default adapts between 0 and 2, gpu adapts between 1 and 4'
+    """
+    return ", ".join(f"{group} {adapts(*b)}" if names_groups else adapts(*b) for group, b in bounds.items())
 
 
 def idle(seconds: float) -> str:

@@ -39,6 +39,36 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
 
 
 @simulated
+async def test_a_remote_that_has_waited_for_workers_shows_them_although_an_older_answer_comes_later(it):
+    async with simulate(name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
+        await eventually(lambda: arrived(remote) == 1)
+        asked, waited, counts = asyncio.Event(), asyncio.Event(), []
+        ask, follower = remote.sharing.link.ask, remote.sharing._follower
+        take = follower.take
+
+        async def answer_late(op, *args, **kwargs):
+            answer = await ask(op, *args, **kwargs)
+            if op == "identity":
+                asked.set()
+                await waited.wait()
+            return answer
+
+        async def take_and_count(board):
+            await take(board)
+            counts.append(len(remote.scheduler_info["workers"]))
+
+        remote.sharing.link.ask, follower.take = answer_late, take_and_count
+        await cluster.scale(2)
+        await eventually(asked.is_set)
+        await cluster.scale(3)
+        await remote.wait_for_workers(3)
+        counts.clear()
+        waited.set()
+        await eventually(lambda: len(counts) > 1)
+        assert {*counts} == {3}
+
+
+@simulated
 async def test_a_change_that_a_remote_cannot_write_is_not_remembered(it):
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(simulate(name="mine", n_workers=2))

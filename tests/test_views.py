@@ -26,9 +26,11 @@ from testbed import faults
 from dask_cml import CMLCluster
 from dask_cml import display as screens
 from dask_cml.cancellation import cancel
+from dask_cml.cli import show
 from dask_cml.display import StartDisplay, as_lines
 from dask_cml.errors import LaunchRefused
 from dask_cml.options import SessionSize
+from dask_cml.records import store
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.session import Session
 
@@ -358,6 +360,19 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
     [error] = refused
     assert error.traceback[0] == "TypeError: invalid cpu='many': expected a number above 0"
     assert len(error.traceback) == 2  # and where it was called
+
+
+@simulated
+async def test_of_several_groups_those_that_adapt_are_named(it, capsys):
+    async with simulate(name="lab", worker_groups={"gpu": {"n_workers": 1}}) as cluster:
+        cluster.adapt(0, 2)
+        assert "(1 pending, default adapts between 0 and 2)" in repr(cluster)
+        cluster.adapt(1, 4, worker_group="gpu")
+        words = "default adapts between 0 and 2, gpu adapts between 1 and 4)"
+        assert words in repr(cluster)
+        await eventually(lambda: store.read("lab").bounds.keys() == {"default", "gpu"})
+        await show.list_clusters.callback(False)
+        assert words in capsys.readouterr().out
 
 
 # -- HTML

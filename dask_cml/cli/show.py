@@ -23,7 +23,7 @@ from dask_cml.cli.console import (
 )
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import adapts, format_duration, format_time, idle, waiting
+from dask_cml.words import adapting, adapts, format_duration, format_time, idle, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
@@ -72,8 +72,9 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
             cells["status"] += f", {words}"
         else:
             cells["workers"] += f" ({row['waiting']} {words})"
-    if DEFAULT_GROUP in row["adapts"]:
-        cells["workers"] += f" ({adapts(*row['adapts'][DEFAULT_GROUP])})"
+    if row["adapts"]:
+        names_groups = [*row["adapts"]] != [DEFAULT_GROUP] or len(row["groups"] or ()) > 1
+        cells["workers"] += f" ({adapting(row['adapts'], names_groups=names_groups)})"
     return cells
 
 

@@ -147,11 +147,13 @@ class Follower(Sessions):
                         self._cluster.worker_spec[name] = self._groups.spec(group, own)
         pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
         if board.moves != self._moves and time.monotonic() - self._read_workers_at > pause:
-            self._read_workers_at = time.monotonic()
+            self._read_workers_at, known = time.monotonic(), self._cluster.scheduler_info
             identity = await self._link.ask("identity")
             identity["workers"] = with_numbers(identity["workers"])
-            self._cluster.scheduler_info = SchedulerInfo(identity)
-            self._moves = board.moves
+            # Unless wait_for_workers has stored another answer meanwhile, which may be newer: ask again then.
+            if self._cluster.scheduler_info is known:
+                self._cluster.scheduler_info = SchedulerInfo(identity)
+                self._moves = board.moves
 
     def forget_workers(self) -> None:
         """Know of no Dask worker, because another scheduler begins, which counts anew."""
