@@ -170,7 +170,7 @@ def usage() -> Usage:
 
 
 def ended() -> list[EndedCluster]:
-    """Ended clusters: one with a long time line, one with hostile texts, and one that did nothing."""
+    """Ended clusters: one with a long time line, one with hostile texts, and two of short lives."""
     end = 1795401000.0
     samples = []
     for i in range(120):
@@ -200,6 +200,17 @@ def ended() -> list[EndedCluster]:
             why="</title><script>alert(1)</script>",
             samples=[(end - 90000, 1, 0, 0)],
             **{**known, "user": "<b>bob</b>"},
+        ),
+        EndedCluster(
+            name="night",
+            id="00000000000000dd",
+            created=end - 90002,
+            ended=end - 90001,
+            why="closed by alice in session 6ubc0hm5d4mtzqt1 (process 92)",
+            tasks_done=19,
+            tasks_failed=1,
+            failures=["train-17: ValueError('negative weight')"],
+            **{**known, "usage": Usage()},
         ),
         EndedCluster(
             name="failed",
@@ -243,6 +254,7 @@ class StandInClusters:
                     "sessions": sessions,
                     "logs": [*logs, f"{name}-90"] if sessions else [],
                     "usage": (usage() if sessions else Usage()).to_json(),
+                    "cost": usage().total.cost if sessions else None,
                     "client": f'Client("cml://{name}")',
                     "security": known["kept"],
                     "dashboard_id": name if known["status"] == "running" else None,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from lab import PATIENCE, ServerProcess, until
 from ports import free_port
 
-_LINK = re.compile(r"http://127\.0\.0\.1:\d+/(?:\?token=\S+)?")
+_LINK = re.compile(r"https://\S+|http://127\.0\.0\.1:\d+/(?:\?token=\S+)?")
 TOKEN = "correct-horse-battery"
 
 
@@ -60,8 +60,10 @@ class PageServer(ServerProcess):
 
     def _wait(self) -> None:
         until(lambda: _LINK.search(self.log) or self.process.poll() is not None)
-        #: As the command prints it, with the token.
+        #: As the command prints it, with the token. In a CML session, what CML's link leads to.
         self.link = _LINK.search(self.log)[0]
+        if self.link.startswith("https:"):
+            self.link = f"http://127.0.0.1:{self._environment['CDSW_APP_PORT']}/"
         self.url = self.link.partition("?")[0]
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:

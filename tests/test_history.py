@@ -35,7 +35,7 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLCluster, cli
 from dask_cml.errors import CMLError
 from dask_cml.jupyter import ListedCluster
-from dask_cml.layout import LOGS_FOLDER, RECORD_FILE
+from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER, RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import history, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
@@ -474,7 +474,7 @@ def test_the_cost_is_the_sum_of_hours_times_prices(state, prices, cost):
     used = {**HOURS, "vcpu_hours": 4.0, "gib_hours": 16.0, "gpu_hours": 2.0}
     found = EndedCluster.from_json(valid(usage={"groups": {"default": used}}))
     with dask.config.set({f"cml.prices.{name}": price for name, price in prices.items()}):
-        assert history.cost_of(found.usage.total) == (None if cost is None else pytest.approx(cost))
+        assert found.usage.total.cost == (None if cost is None else pytest.approx(cost))
 
 
 @pytest.mark.parametrize("price", [0, -1, "cheap", True])
@@ -483,7 +483,7 @@ def test_an_invalid_price_is_refused_with_its_origin(state, price):
         dask.config.set({"cml.prices.gpu": price}),
         pytest.raises((TypeError, ValueError), match=r"cml\.prices\.gpu"),
     ):
-        history.cost_of(the_usage().total)
+        _ = the_usage().total.cost
 
 
 def the_usage():
@@ -520,6 +520,18 @@ def test_the_command_lists_ended_clusters_with_their_hours(platform):
     assert total.split() == ["total", "8", "4.00", "4.00", "0.00"]
 
 
+def test_logs_are_read_by_the_name_unless_a_later_cluster_has_it(platform):
+    write_two()
+    [lab, _] = ended_clusters()
+    assert history.where_logs_are(lab) is None
+    folder = state_directory() / HISTORY_FOLDER / lab.id
+    folder.mkdir(mode=0o700)
+    (folder / "lab-scheduler.log").write_text("begun\n")
+    assert history.where_logs_are(lab) == "dask cml logs lab"
+    write_record(Record("lab", maker=GONE))
+    assert history.where_logs_are(lab) == str(folder)
+
+
 def test_the_list_is_limited_to_a_time_and_a_user(platform):
     write_two()
     assert [cluster["name"] for cluster in json.loads(run("--since", "7d", "--json"))] == ["lab"]
@@ -535,13 +547,12 @@ def test_one_cluster_is_shown_in_detail(platform):
         lines = [" ".join(line.split()) for line in run("lab").splitlines()]
     assert lines[:3] == ["name lab", "by ann", lines[2]]
     assert lines[3].endswith(", after 2 h")
-    assert lines[4:8] == [
+    assert lines[4:7] == [
         "why closed",
         "tasks 7 done",
         "workers 2 at most; 50 % of 2.0 worker hours were idle",
-        "cost 1.00",
     ]
-    assert lines[-1] == "usage total 4 2.00 2.00 2.00 0.00 1 evicted"
+    assert lines[-1] == "usage total 4 2.00 2.00 2.00 0.00 1.00 1 evicted"
     [described] = json.loads(run("lab", "--json"))
     assert (described["idle"], described["cost"], described["samples"]) == (0.5, None, ACTIVITY["samples"])
     assert described["usage"]["total"]["lost"] == {"evicted": 1}

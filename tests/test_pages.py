@@ -322,6 +322,28 @@ async def test_the_page_of_an_ended_cluster_shows_its_time_line(ask):
     assert (await ask("history/00000000000000ff")).code == 404
 
 
+async def test_the_page_of_an_ended_cluster_shows_failed_tasks_and_where_its_logs_are(ask, monkeypatch):
+    assert "No log is left." in (text := await text_of(ask("history/00000000000000aa")))
+    assert "Last failed tasks" not in text
+    monkeypatch.setattr(
+        "dask_cml.serve.pages.where_logs_are", lambda cluster: f"dask cml logs {cluster.name}"
+    )
+    text = await text_of(ask("history/00000000000000dd"))
+    assert "Tasks 18 done, 1 failed" in text
+    assert "Last failed tasks train-17: ValueError(&#39;negative weight&#39;)" in text
+    assert "Read them in the project: dask cml logs night" in text
+
+
+@pytest.mark.parametrize("path", ["clusters/churn-model", "history/00000000000000aa"])
+async def test_where_prices_are_set_a_page_shows_costs(ask, path):
+    assert "Cost" not in await text_of(ask(path))
+    with dask.config.set({"cml.prices.cpu": 0.5}):
+        text = await text_of(ask(path))
+    assert "Cost 53.50" in text
+    assert "GPU hours Cost scheduler 1 25.00 25.00 50.00 0.00 12.50" in text
+    assert "Total 7 41.50 107.00 506.00 4.00 53.50" in text
+
+
 async def test_texts_of_ended_clusters_are_escaped(ask):
     for path in ("history", "history/00000000000000bb"):
         html = (await ask(path)).body.decode()

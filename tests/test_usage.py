@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import dask
 import pytest
 from click.testing import CliRunner
 from clusters import arrived, create_and_kill, make, rebuild, simulate
@@ -305,9 +306,26 @@ def test_info_prints_it(platform, light, until, monkeypatch):
         assert re.fullmatch(r"usage +total( +\d+){1}( +\d+\.\d\d){4}", lines[-1])
         about = json.loads(run("info", "mine", "--json"))["usage"]
         assert {*about["groups"]} == {"scheduler", "default"}
+        with dask.config.set({"cml.prices.cpu": 3600}):
+            priced = json.loads(run("info", "mine", "--json"))
+            assert priced["cost"] == pytest.approx(3600 * priced["usage"]["total"]["vcpu_hours"])
+            assert "GPU hours  cost\n" in run("info", "mine")
+            assert repr(cluster.usage()).splitlines()[0].endswith("cost")
         total = SessionHours(**about["total"])
         assert total.sessions == 2
         assert total.gib_hours == pytest.approx(2 * total.hours)
+
+
+def test_where_prices_are_set_it_shows_costs(state):
+    usage = Usage(scheduler=SessionHours(1, 2.0, 2.0, 4.0), default=SessionHours(1, 1.0, 4.0, 16.0))
+    assert usage.total.cost is None
+    assert "cost" not in repr(usage)
+    with dask.config.set({"cml.prices.cpu": 0.5}):
+        assert usage.total.cost == 3.0
+        head, *lines = repr(usage).splitlines()
+        assert head.endswith("  GPU hours  cost")
+        assert [line.split()[-1] for line in lines] == ["1.00", "2.00", "3.00"]
+    assert "cost" not in str(usage.to_json())  # what the history keeps
 
 
 # -- what a keeper remembers

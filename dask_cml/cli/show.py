@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,6 +97,7 @@ async def info(name: str | None, as_json: bool) -> None:
     if as_json:
         row |= {
             "usage": usage.to_json(),
+            "cost": usage.total.cost,
             "security": record.security is not None,
             "creator": asdict(record.maker),
         }
@@ -188,16 +188,13 @@ def _print_ended(clusters: Sequence[EndedCluster]) -> None:
 
 def _hours(used: SessionHours) -> list[str]:
     """Return the cells of a usage: sessions, hours and, if the site has prices, the cost."""
-    from dask_cml.records.history import cost_of
-
-    amounts = [used.vcpu_hours, used.gib_hours, used.gpu_hours, cost_of(used)]
+    amounts = [used.vcpu_hours, used.gib_hours, used.gpu_hours, used.cost]
     return [str(used.sessions), *(f"{amount:,.2f}" for amount in amounts if amount is not None)]
 
 
 def _print_one(cluster: EndedCluster) -> None:
-    from dask_cml.records.history import cost_of
+    from dask_cml.records.history import where_logs_are
 
-    cost = cost_of(cluster.usage.total)
     values = {
         "name": cluster.name,
         "by": cluster.user,
@@ -207,12 +204,9 @@ def _print_one(cluster: EndedCluster) -> None:
         "why": cluster.why,
         "tasks": cluster.task_words,
         "workers": f"{cluster.most_workers} at most; {cluster.idle_words}",
-        "cost": None if cost is None else f"{cost:,.2f}",
     }
     lines = [*values.items(), *(("failed", failure) for failure in cluster.failures)]
-    if cluster.logs().paths():
-        lines.append(("logs", f"dask cml logs {shlex.quote(cluster.name)}"))
-    _print(lines, cluster.usage)
+    _print([*lines, ("logs", where_logs_are(cluster))], cluster.usage)
 
 
 def _print(lines: Iterable[tuple[str, str | None]], usage: Usage) -> None:

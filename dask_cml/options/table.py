@@ -591,7 +591,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
 SECTIONS = {
     "serve": "The web UI of `dask cml serve`.",
     "history": "What remains of clusters that have ended.",
-    "prices": "Prices of the site, from which the history calculates costs.",
+    "prices": "Prices of the site, from which the cost of clusters is calculated.",
     "limits": "Limits that catch costly mistakes. Users can raise them; only CML's quotas are binding.",
     "api": "Settings for calls of the Workers API.",
 }

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -36,7 +37,7 @@ from dask_cml.private_files import (
 )
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
-from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
+from dask_cml.records.usage import Amount, Usage, read_usage, usage_of
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.timing import timing
 from dask_cml.validation import validate
@@ -160,7 +161,7 @@ class EndedCluster:
             Whether to include the samples.
         """
         times = {name: _iso(getattr(self, name)) for name in ("created", "ended")}
-        derived = {"duration": self.duration, "idle": self.idle, "cost": cost_of(self.usage.total)}
+        derived = {"duration": self.duration, "idle": self.idle, "cost": self.usage.total.cost}
         return {**self.to_json(), **times, **derived, "samples": self.samples if samples else []}
 
     def logs(self) -> SessionLogs:
@@ -207,12 +208,20 @@ def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 
-def cost_of(used: SessionHours) -> float | None:
-    """Return the cost of sessions by the prices below ``cml.prices``. Return None if all are missing."""
-    amounts = {"cpu": used.vcpu_hours, "memory": used.gib_hours, "gpu": used.gpu_hours}
-    prices = {name: setting(f"prices.{name}") for name in amounts}
-    costs = [price * amounts[name] for name, price in prices.items() if price is not None]
-    return sum(costs) if costs else None
+def where_logs_are(cluster: EndedCluster) -> str | None:
+    """Return the command that prints what is left of a cluster's logs. Blocks.
+
+    If another cluster has its name by now, return their folder. Return None if no log is left.
+    """
+    paths = cluster.logs().paths()
+    if not paths:
+        return None
+    record = store.find(cluster.name)
+    namesakes = (other.id for other in ended_clusters() if other.name == cluster.name)
+    newest = next(namesakes, cluster.id) if record is None else record.id
+    if newest == cluster.id:
+        return f"dask cml logs {shlex.quote(cluster.name)}"
+    return str(next(iter(paths.values())).parent)
 
 
 def end_of(record: Record) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypedDict
 
@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.options import SessionSize
+from dask_cml.options import SessionSize, setting
 from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
 from dask_cml.validation import validate
@@ -21,7 +21,6 @@ _UNKNOWN = SessionSize(0, 0)
 #: The ended sessions of clusters as they were summed last, and the sums, by the ids of their records.
 _sums: dict[str, tuple[Mapping[str, Launch], dict[str, SessionHours]]] = {}
 _MOST_SUMS = 100
-_HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours", "lost")
 #: As seconds since 1970, the bound is in the year 6325.
 _BOUNDS = Meta(ge=0, lt=2**37)
 _Count = Annotated[int, _BOUNDS]
@@ -56,9 +55,33 @@ class SessionHours:
     gpu_hours: Amount = 0.0
     lost: Mapping[str, _Count] = field(default_factory=dict)
 
+    @property
+    def cost(self) -> float | None:
+        """The cost by the prices of the site, ``cml.prices``. None if the site has set none."""
+        amounts = {"cpu": self.vcpu_hours, "memory": self.gib_hours, "gpu": self.gpu_hours}
+        prices = {name: setting(f"prices.{name}") for name in amounts}
+        costs = [price * amounts[name] for name, price in prices.items() if price is not None]
+        return sum(costs) if costs else None
+
     def __add__(self, other: SessionHours) -> SessionHours:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "lost"}
         return SessionHours(**sums, lost=dict(Counter(self.lost) + Counter(other.lost)))
+
+
+def _lost(used: SessionHours) -> str:
+    return ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
+
+
+#: The columns of a table of usages, and their cells.
+_COLUMNS: dict[str, Callable[[SessionHours], str]] = {
+    "sessions": lambda used: str(used.sessions),
+    "hours": lambda used: f"{used.hours:.2f}",
+    "vCPU hours": lambda used: f"{used.vcpu_hours:.2f}",
+    "GiB hours": lambda used: f"{used.gib_hours:.2f}",
+    "GPU hours": lambda used: f"{used.gpu_hours:.2f}",
+    "cost": lambda used: f"{used.cost:.2f}",
+    "lost": _lost,
+}
 
 
 class _Written(TypedDict):
@@ -68,7 +91,7 @@ class _Written(TypedDict):
 class Usage(dict[str, SessionHours]):
     """The usage of a cluster so far: the hours of each worker group, and of ``"scheduler"``.
 
-    Its ``repr`` is a table.
+    Its ``repr`` is a table, with costs if the site has set prices.
 
     Examples
     --------
@@ -93,9 +116,14 @@ class Usage(dict[str, SessionHours]):
         return sum(self.values(), SessionHours())
 
     def __repr__(self) -> str:
-        rows = [_HEADER, *(_cells(name, used) for name, used in [*self.items(), ("total", self.total)])]
+        columns = {**_COLUMNS}
+        if self.total.cost is None:
+            del columns["cost"]
         if not self.total.lost:
-            rows = [row[:-1] for row in rows]
+            del columns["lost"]
+        rows = [("group", *columns)]
+        for name, used in [*self.items(), ("total", self.total)]:
+            rows.append((name, *(cell(used) for cell in columns.values())))
         return "\n".join(table(rows, str.rjust))
 
 
@@ -154,12 +182,6 @@ def _ended_usage(record: Record) -> dict[str, SessionHours]:
             _sums.clear()
         _sums[record.id] = ended, usage
     return usage
-
-
-def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
-    amounts = (used.hours, used.vcpu_hours, used.gib_hours, used.gpu_hours)
-    lost = ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
-    return (name, str(used.sessions), *(f"{amount:.2f}" for amount in amounts), lost)
 
 
 def usage_of(record: Record, now: float) -> Usage:

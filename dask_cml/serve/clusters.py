@@ -210,6 +210,7 @@ class ProjectClusters(Observers):
             "sessions": views.sessions_of(cluster) if cluster else views.recorded_sessions(record),
             "logs": [*logs],
             "usage": usage.to_json(),
+            "cost": usage.total.cost,
             "client": f'Client("{description["address"]}")',
             "security": record.security is not None,
             "dashboard_id": record.id if has_dashboard else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from tornado.web import HTTPError
 
 from dask_cml.options.option import Argument
 from dask_cml.options.unattended import offered_options, typed
-from dask_cml.records.history import cost_of
+from dask_cml.records.history import where_logs_are
 from dask_cml.records.usage import SessionHours
 from dask_cml.serve.access import POLICY, Handler
 from dask_cml.serve.api import ApiHandler
@@ -179,7 +180,8 @@ class EndedPage(Page):
     async def get(self, id: str) -> None:
         """Show the cluster, with its time line."""
         [cluster] = await self.clusters.ended(id)
-        self.show("ended", cluster=cluster, usage=cluster.usage.to_json())
+        logs = await asyncio.to_thread(where_logs_are, cluster)
+        self.show("ended", cluster=cluster, usage=cluster.usage.to_json(), logs=logs)
 
 
 class NotFound(Page):
@@ -224,7 +226,7 @@ def _templates() -> jinja2.Environment:
     environment.filters.update(
         amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
         bytes=_bytes,
-        cost=cost_of,
+        cost=_cost,
         hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
         known=lambda value: _UNKNOWN if value is None else value,
         marked=_marked,
@@ -243,6 +245,11 @@ def _bytes(value: float | None) -> str:
         return _UNKNOWN if value is None else "0 GiB"
     gib = value / _GIB
     return f"{gib:,.0f} GiB" if gib >= 100 else f"{float(f'{gib:.3g}'):g} GiB"
+
+
+def _cost(used: SessionHours | Mapping[str, Any]) -> float | None:
+    """Return the cost of a usage, or of its description for JSON. None if the site has set no prices."""
+    return (used if isinstance(used, SessionHours) else SessionHours(**used)).cost
 
 
 def _marked(text: str) -> Markup:
