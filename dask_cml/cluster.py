@@ -61,7 +61,7 @@ from dask_cml.errors import (
 )
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import Options, SessionSize, state_directory
-from dask_cml.options.arguments import arguments_of, refuse_unexpected, takes_options
+from dask_cml.options.arguments import arguments_of, keeps_options, refuse_unexpected, takes_options
 from dask_cml.options.limits import adaptive_bounds, check_new, check_room
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import Logger
@@ -117,6 +117,7 @@ class WorkerGroup:
     resources: dict[str, float]
 
 
+@keeps_options
 class CMLCluster(SpecCluster):
     """A Dask cluster on CML worker sessions.
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from dask_cml.checks import nearest
-from dask_cml.options.table import ARGUMENTS
+from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_C = TypeVar("_C", bound=type)
 
 #: What other cluster managers call the limits of adaptive scaling.
 _MINIMUM = ("minimum_jobs", "minimum_workers", "min_workers", "n_min")
@@ -119,6 +120,23 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
         if name not in known:
             called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
             raise TypeError(unexpected_argument(called, name, known))
+
+
+def keeps_options(cls: _C) -> _C:
+    """Let a class refuse to set options as attributes, which would change no session of a running cluster."""
+    set_attribute: Any = cls.__setattr__
+
+    def check(self: Any, name: str, value: Any) -> None:
+        # A subclass may have attributes of these names.
+        if name in GROUP_OPTIONS and hasattr(self, "status") and not hasattr(self, name):
+            shown = "..." if ARGUMENTS[name].is_secret else repr(value)
+            add = f"cluster.add_worker_group('other', n_workers=2, {name}={shown})"
+            advice = "cluster.scale(n)" if name == "n_workers" else f"{add} and then cluster.scale(0)"
+            raise AttributeError(f"cannot set {name} of cluster {self.options.name}: call {advice}")
+        set_attribute(self, name, value)
+
+    cls.__setattr__ = check  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def arguments_of(cls: type) -> set[str]:
