@@ -1098,9 +1098,6 @@ class CMLCluster(SpecCluster):
         except LaunchRefused as error:
             raise LaunchRefused(error.name, error.reason, error.by, AskForLess()) from None
         self.begin_looking()
-        if not any(self.view.target(group) or self.groups.adapts(group) for group in self.groups.names):
-            advice = Scale(options.name, or_adapt=True)
-            self.tell(f"Cluster {options.name} has no workers yet:", advice)
         if limits_of_session := here.session_limits():
             self.tell(limits_of_session)
         if not options.shutdown_on_close:

@@ -266,7 +266,7 @@ class StartDisplay:
         text = f"Cluster {self._name} started in {format_duration(time.monotonic() - self._started)}"
         n = len(self._names)
         if n == 0:
-            return text
+            return f"{text} without workers"
         n_connected, noun = len(self._connected()), "worker" if n == 1 else "workers"
         if n_connected == n:
             return f"{text} with {n} {noun}"

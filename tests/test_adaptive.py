@@ -385,14 +385,6 @@ async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, w
 
 
 @simulated
-async def test_a_cluster_that_another_class_adapts_is_not_said_to_need_workers(it):
-    cluster = simulate()
-    cluster.adapt(Adaptive=Adaptive, interval="1 s")
-    async with cluster:
-        assert "no workers yet" not in log_of(cluster)
-
-
-@simulated
 async def test_another_class_goes_on_although_nobody_else_holds_it(it):
     async with simulate() as cluster:
         wanted = [1]

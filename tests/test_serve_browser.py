@@ -364,7 +364,7 @@ def test_the_page_works_with_the_keyboard_alone(opened, server):
     press_tab_until(page.locator("#logs summary"))
     page.keyboard.press("Enter")
     press_tab_until(page.locator("#log-text"))
-    page.locator("#log-text", has_text="has no workers yet").wait_for()
+    page.locator("#log-text", has_text="Scheduler at").wait_for()
     page.reload()
     press_tab_until(page.get_by_role("button", name="Delete…"))
     page.keyboard.press("Space")

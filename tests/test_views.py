@@ -135,7 +135,21 @@ def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
 STARTED = "Cluster c started in 0 s"
 
 
+@simulated
+async def test_a_cluster_without_workers_asks_for_some_only_when_tasks_wait(it):
+    """Its user may be about to scale it, or to let it adapt."""
+    async with simulate(name="c") as cluster, Client(cluster, asynchronous=True) as client:
+        assert lines_of(cluster) == []
+        future = client.submit(sum, [1, 2])
+        await eventually(lambda: lines_of(cluster))
+        assert lines_of(cluster)[0].endswith(
+            "the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
+        )
+        del future
+
+
 def test_a_start_whose_workers_are_all_queued_says_so(clock):
+    assert start_display([process(0)])._summary() == f"{STARTED} without workers"
     processes = [process(0), process(1, "scheduling"), process(2, "scheduling")]
     assert start_display(processes)._summary() == f"{STARTED}; its 2 workers are queued"
     assert start_display(processes[:2])._summary() == f"{STARTED}; its 1 worker is queued"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dask_cml.advice import Scale
 from dask_cml.cli.console import cml, echo, in_shell
 
 if TYPE_CHECKING:
@@ -145,6 +146,9 @@ def create(new_name: str | None, **options: Any) -> None:
     cluster.sync(cluster.ending.outlive_this_process)
     echo(cluster.name)
     echo(f"Address: {cluster.scheduler_address}", err=True)
+    if not any(group.n_workers for group in cluster.worker_groups.values()):
+        advice = in_shell(Scale(cluster.name, or_adapt=True))
+        echo(f"Cluster {cluster.name} has no workers yet: {advice}", err=True)
     if cluster.dashboard_link:
         echo(f"Dashboard: {cluster.dashboard_link}", err=True)
     echo(f"{lifetime(cluster.name, cluster.options.idle_timeout)}.", err=True)
