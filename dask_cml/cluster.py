@@ -245,6 +245,8 @@ class CMLCluster(SpecCluster):
 
     #: Whether this process becomes the keeper if there is none. Also whether the cluster is no orphan then.
     takes_lease = True
+    #: Whether this process keeps the cluster from its scheduler's session, with which it ends.
+    is_resident = False
 
     @checks_arguments
     @takes_options(ARGUMENTS)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 #: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
 _PATIENCE = 5.0
+_NO_MANAGER = "no process: nobody replaces lost workers, or adapts"
 _NO_CLUSTERS = "No clusters. Create one: dask cml create --n-workers 2"
 _COLUMNS = ("name", "status", "workers", "threads", "memory", "tasks", "by", "age", "dashboard")
 
@@ -92,6 +93,7 @@ async def info(name: str | None, as_json: bool) -> None:
     [row] = await operations.describe([record], timeout=_PATIENCE)
     usage = usage_of(record, history.end_of(record) if row["status"] == "stale" else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
+    row["manager"] = record.scheduler.manager if row["status"] == "running" else None
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
     owners = {id: launch.owner for id, launch in record.launches.items() if launch.owner is not None}
     if as_json:
@@ -109,6 +111,7 @@ async def info(name: str | None, as_json: bool) -> None:
         "address": row["address"],
         "ends": "; ".join(row["ends"]),
         "scheduler": row["scheduler"],
+        "manager": row["manager"] or _NO_MANAGER,
         "created": row["created"],
         "folder": row["folder"],
         "security": "none" if record.security is None else "TLS with its own keys",

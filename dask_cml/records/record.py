@@ -175,6 +175,8 @@ class SchedulerState:
         The id of its session.
     app_url : str or None
         The URL of its session, once known.
+    manager : str or None
+        Who keeps the cluster, for users. None: no process does.
     closed : str or None
         Why the cluster ended with it. None: it runs, or was lost.
     protocol : int or None
@@ -205,6 +207,7 @@ class SchedulerState:
     id: str | None = None
     session: str | None = None
     app_url: str | None = None
+    manager: str | None = None
     closed: str | None = None
     protocol: _Count | None = None
     revision: _Count = 0

@@ -32,8 +32,9 @@ from dask_cml.scheduler import dashboard
 from dask_cml.scheduler.activity import Activity, Work
 from dask_cml.scheduler.board import Board, GroupChanges
 from dask_cml.scheduler.lifetime import Lifetime
-from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Watcher, checked
+from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Text, Watcher, checked
 from dask_cml.scheduler.questions import NAME, WorkerQuestions
+from dask_cml.scheduler.resident import Resident
 from dask_cml.scheduler.state_file import SignOfLife, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
 from dask_cml.timing import timing
@@ -82,6 +83,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         #: Since when no task has waited or run, in seconds since 1970, and the time that watchers know.
         self._idle_since: float | None = None
         self._known_idle_since: float | None = None
+        #: Since when tasks have waited without a worker, and no process of a user could launch one.
+        self._waiting_since: float | None = None
+        self._known_users = 0
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to track watchers and clients."""
@@ -97,6 +101,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             logger.warning("Dashboard not linked: another program has its port %s", port)
         self._cluster, self._record = begin["cluster"], begin["record"]
         self._board = Board(begin["groups"], begin.get("keeper"), begin.get("writers"))
+        self._manager: str | None = begin.get("manager")
+        self._resident = Resident(self._cluster, self._file.folder)
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
         self._keeper_until = time.monotonic() + timing.first_lease
         self._watchers = Watchers(scheduler.clients, begin.get("patience"), inside_name(self._record))
@@ -143,6 +149,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
             await asyncio.to_thread(self._file.write, self._state())
+        await self._resident.close()  # it reads in the file whether the cluster has ended
 
     def _state(self) -> dict[str, Any]:
         """Return the content of the scheduler's file. Dask's workers and clients read the address."""
@@ -156,6 +163,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "orphan_timeout": self._orphan_timeout,
             "hours": self._lifetime.hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
+            "manager": self._manager if self._board.keeper else None,
             "closed": self._lifetime.closed,
             "groups": self._board.groups_to_json(),
             "writers": dict(self._board.writers),
@@ -174,7 +182,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "groups": dict(groups),
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
-            "problem": self._board.report.get("problem") or self._problem,
+            "problem": self._board.report.get("problem") or self._problem or self._resident.problem,
             "idle_since": self._idle_since,
         }
 
@@ -317,9 +325,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return self._answer(keeper)
 
     @checked
-    def lease(self, watcher: Watcher, take: bool) -> dict[str, Any]:
+    def lease(self, watcher: Watcher, take: bool, who: Text | UnsetType = UNSET) -> dict[str, Any]:
         """Give the lease to a watcher if nobody has it, or take it back from the keeper. Return the board."""
         if take and self._board.keeper is None and self._watchers.has(watcher):
+            self._manager = None if who is UNSET else who
             self._keep(watcher)
         elif not take and self._board.keeper == watcher:
             self._keep(None)
@@ -338,6 +347,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return {
             **board,
             "leaving": [*self._questions.leaving],
+            "n_users": self._known_users,
             "moves": self._moves,
             "problem": self._problem,
             "restarts": self._questions.health.restarts_to_json(),
@@ -390,14 +400,33 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         keeper = self._board.keeper
         if keeper is not None and not self._watchers.has(keeper) and now > self._keeper_until:
             self._keep(None)
+        n_users = self._watchers.n_users
+        if n_users != self._known_users:
+            self._known_users = n_users
+            self._board.touch()
+            self._publish()
+        lives_on = self._orphan_timeout is None and self._lifetime.closed is None
+        self._resident.check(lives_on and not n_users and self._board.keeper is None)
+        reason = self._lifetime.check(now)
         if self._watchers.is_orphan(now):
-            self._shut_down(
-                f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
+            reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
+        elif self._waits_in_vain(now):
+            reason = (
+                f"its tasks have waited for {self._scheduler.idle_timeout:g} s without a worker, and no "
+                "process of a user has managed it"
             )
-        else:
-            reason = self._lifetime.check(now)
-            if reason is not None:
-                self._shut_down(reason)
+        if reason is not None:
+            self._shut_down(reason)
+
+    def _waits_in_vain(self, now: float) -> bool:
+        """Return whether tasks have waited for the idle time-out, without a worker and a user's process."""
+        is_idle = self._idle_since is not None
+        if is_idle or self._scheduler.workers or self._known_users or not self._scheduler.idle_timeout:
+            self._waiting_since = None
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return now - self._waiting_since >= self._scheduler.idle_timeout
 
     def _check_workers(self) -> None:
         """Tell watchers what is wrong with the Dask workers, and whether any have connected or left."""

@@ -80,6 +80,12 @@ class Watchers:
         """Return whether the watcher with this id is here."""
         return watcher in self._watchers and self._watchers[watcher].is_here(time.monotonic())
 
+    @property
+    def n_users(self) -> int:
+        """How many of the watchers are users' processes, as long as one of which the cluster is no orphan."""
+        now = time.monotonic()
+        return sum(watcher.counts and watcher.is_here(now) for watcher in self._watchers.values())
+
     def update(self, now: float, in_sessions: Collection[str] = ()) -> None:
         """Forget the watchers that have left. Note since when the cluster is an orphan.
 

@@ -286,6 +286,8 @@ class Failover:
             If too many schedulers were lost in a row.
         """
         limit, restarts = setting("scheduler-restarts"), record.scheduler.restarts
+        if self._cluster.is_resident:  # this process ends with the scheduler's session
+            limit = 0
         if refused:
             await asyncio.sleep(setting("quota-retry"))
         else:

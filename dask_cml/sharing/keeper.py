@@ -342,6 +342,7 @@ class Keeper:
             "cluster": self._record.name,
             "record": self._record.id,
             "keeper": self._link.id,
+            "manager": self._cluster.sharing.who,
             "created": self._record.created.isoformat(),
             # The keeper connects after it has launched all workers.
             "patience": max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout),

@@ -36,6 +36,8 @@ class BoardState:
         Counts the changes of the board.
     keeper : str or None
         The id of the process that keeps the cluster.
+    n_users : int
+        Number of processes of users that watch the board, and can keep the cluster.
     groups : mapping of str to BoardGroup
         The worker groups by name, with what is wanted of them.
     closing, leaving : sequence of str
@@ -62,6 +64,7 @@ class BoardState:
 
     revision: int = 0
     keeper: str | None = None
+    n_users: int = 0
     groups: Mapping[str, BoardGroup] = field(default_factory=dict)
     closing: Sequence[str] = ()
     leaving: Sequence[str] = ()
@@ -250,15 +253,22 @@ class Link:
         arguments = {"report": report, "closed": closed, "groups": groups, "events": events}
         return await self._write(protocol.REPORT, keeper=self.id, **arguments)
 
-    async def lease(self, take: bool) -> BoardState:
+    async def lease(self, take: bool, **who: str) -> BoardState:
         """Take the keeper's lease, if nobody has it, or give it back. Return the board.
+
+        Parameters
+        ----------
+        take : bool
+            Whether to take it.
+        **who
+            With ``who``: who keeps the cluster then, for users.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer.
         """
-        return await self._write(protocol.LEASE, watcher=self.id, take=take)
+        return await self._write(protocol.LEASE, watcher=self.id, take=take, **who)
 
     async def _write(self, op: str, **arguments: Any) -> BoardState:
         try:

@@ -34,6 +34,7 @@ from dask_cml.records.record import VERSION, Maker, Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler.board import BoardGroup
+from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.process import CMLScheduler
@@ -88,7 +89,7 @@ class Sharing(Alone):
     def __init__(self, cluster: CMLCluster, given: Mapping[str, Any], maker: Maker | None = None) -> None:
         super().__init__(cluster)
         options = cluster.options
-        self.who = Maker.this_process().words
+        self.who = WHO if cluster.is_resident else Maker.this_process().words
         self._given = given
         self.new_record: Record = Record(
             options.name, maker=maker or Maker.this_process(), folder=cluster.place.folder
@@ -120,11 +121,13 @@ class Sharing(Alone):
     @property
     def may_keep(self) -> bool:
         """Whether this process may become the keeper. One that only shows a cluster may after a change."""
-        return (self._cluster.takes_lease or self.link.has_written) and not self.is_inside
+        if self.is_inside:
+            return self._cluster.is_resident
+        return self._cluster.takes_lease or self.link.has_written
 
     @property
     def is_inside(self) -> bool:
-        """Whether this process runs in a session of the cluster. It is no user, and never the keeper."""
+        """Whether this process runs in a session of the cluster. It is no user."""
         return self.record is not None and here.is_inside(self.record.id)
 
     @property
@@ -409,7 +412,7 @@ class Sharing(Alone):
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
         if board.keeper is None and (self._keeper is not None or self.may_keep):
-            await self.link.lease(take=True)
+            await self.link.lease(take=True, who=self.who)
             board = self.link.board
             if board.keeper == self.link.id and self._keeper is not None:
                 await self._cluster.connection.subscribe()  # another process may have subscribed meanwhile

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from simulated.faults import UnexpectedError
 from simulated.process import Killed, current
 
+#: Functions of dask-cml that Dask calls instead of its own, to which they lead.
+_PASS_ON = ("read_handshake", "_ensure_connected")
 _LOST = re.compile(r"Removing worker '(\S+)' caused the cluster to lose")
 #: Dask logs it when a client closes that is not connected.
 _EXPECTED = (Killed, UnexpectedError, asyncio.CancelledError)
@@ -75,8 +77,8 @@ def _passes_through_ours(error: BaseException | None) -> bool:
     """Return whether code of dask-cml called what raised an error, or what caused it."""
     while error is not None:
         for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename.endswith("/dask_cml/handshake.py") or frame.name == "read_handshake":
-                break  # Dask connects, and logs that a connection breaks without the time limit, too
+            if frame.filename.endswith("/dask_cml/handshake.py") or frame.name in _PASS_ON:
+                break  # Dask connects, and logs that a connection breaks without this code, too
             if "/dask_cml/" in frame.filename:
                 return True
         error = error.__cause__ or error.__context__

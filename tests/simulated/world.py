@@ -22,10 +22,11 @@ from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.records import entries, liveness, operations, record, store
 from dask_cml.scheduler import lifetime, plugin, questions, state_file
+from dask_cml.scheduler import resident as residents
 from dask_cml.serve import clusters
 from dask_cml.sessions import calls, here
 from dask_cml.sessions import session as sessions
-from dask_cml.sharing import sharing
+from dask_cml.sharing import resident, sharing
 
 from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
@@ -88,6 +89,19 @@ class World:
         process = SimulatedProcess(name, self.loop, env)
         self.processes.append(process)
         return process
+
+    async def run_resident(self, cluster: str, _: Path, closes: asyncio.Event) -> int:
+        """Run the process that keeps a cluster in the session of the present process, until it ends."""
+        scheduler = current()
+        assert scheduler is not None
+        process = self.process(f"resident of {cluster}", scheduler.env)
+        scheduler.on_end.append(process.kill)
+        keeping = process.start(resident.keep(cluster, closes))
+        try:
+            await asyncio.wait([keeping])
+        finally:
+            process.kill()
+        return int(keeping.cancelled() or keeping.exception() is not None)
 
     @property
     def clusters(self) -> list[str]:
@@ -161,6 +175,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         (lifetime, "threading", _with(threading, Timer=_Timer)),
         (state_file, "threading", _with(threading, Thread=Thread, Event=_Event)),
         (calls, "wait", it.loop.wait),
+        (residents, "run", it.run_resident),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
         (cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
         (ending, "no_longer_end_at_exit", _forget),

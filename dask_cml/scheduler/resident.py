@@ -1,0 +1,125 @@
+"""Starts a process in the scheduler's session that keeps the cluster while no process of a user does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from dask_cml.cancellation import cancel
+
+# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+#: Who keeps the cluster then, for users.
+WHO = "its scheduler's session"
+_MODULE = "dask_cml.sharing.resident"
+#: Seconds without a keeper after which the process is started: a user's process may be about to keep it.
+_ALONE = 10.0
+#: Seconds after a failed start until the next one. They double.
+_FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
+#: Seconds for the process to stop the cluster's sessions when its scheduler closes.
+_END = 10.0
+
+
+class Resident:
+    """Keeps a cluster from its scheduler's session, in a process of its own.
+
+    Parameters
+    ----------
+    cluster : str
+        The cluster's name.
+    folder : Path
+        The cluster's folder.
+
+    Attributes
+    ----------
+    problem : str or None
+        Why that process does not run although it is needed, as a clause.
+    """
+
+    def __init__(self, cluster: str, folder: Path) -> None:
+        self.problem: str | None = None
+        self._cluster, self._folder = cluster, folder
+        self._running: asyncio.Task[None] | None = None
+        self._needed_since: float | None = None
+        self._pause, self._not_before = _FIRST_PAUSE, 0.0
+        #: Set when the scheduler closes.
+        self._closes = asyncio.Event()
+
+    def check(self, is_needed: bool) -> None:
+        """Start the process if it has been needed for a while. It ends by itself."""
+        now = time.monotonic()
+        if not is_needed:
+            self._needed_since = None
+            return
+        if self._needed_since is None:
+            self._needed_since = now
+        runs = self._running is not None and not self._running.done()
+        if not runs and now >= max(self._needed_since + _ALONE, self._not_before):
+            self._running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        logger.info("Cluster %s has no keeper: starting one in this session", self._cluster)
+        try:
+            status = await run(self._cluster, self._folder, self._closes)
+        except OSError as error:
+            why = repr(error)
+        else:
+            why = f"exit status {status}" if status else ""
+        if not why:
+            self.problem, self._pause = None, _FIRST_PAUSE
+            return
+        if self.problem is None:
+            logger.warning("Cluster %s not kept by this session: %s", self._cluster, why)
+        self.problem = (
+            f"no process replaces workers or adapts, because the keeper in {WHO} failed with {why}, see the "
+            "scheduler's log; connect with CMLCluster.from_name"
+        )
+        self._not_before = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    async def close(self) -> None:
+        """Let the process stop the sessions of a cluster that ends, or exit."""
+        self._closes.set()
+        if self._running is not None:
+            await asyncio.wait([self._running], timeout=_END)
+            await cancel(self._running)
+
+
+async def run(cluster: str, folder: Path, closes: asyncio.Event) -> int:
+    """Run the process that keeps a cluster, and return its exit status.
+
+    Parameters
+    ----------
+    cluster : str
+        The cluster's name.
+    folder : Path
+        The cluster's folder.
+    closes : asyncio.Event
+        Set when the scheduler closes. The process notices that by the end of its standard input, which also
+        ends with a scheduler that is killed.
+
+    Raises
+    ------
+    OSError
+        If the process does not start.
+    """
+    env = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(folder.parent)}
+    command = (sys.executable, "-m", _MODULE, cluster)
+    process = await asyncio.create_subprocess_exec(*command, env=env, stdin=asyncio.subprocess.PIPE)
+    ended, closing = asyncio.create_task(process.wait()), asyncio.create_task(closes.wait())
+    try:
+        await asyncio.wait([ended, closing], return_when=asyncio.FIRST_COMPLETED)
+        if process.stdin is not None:
+            process.stdin.close()
+        return await ended
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await cancel(ended, closing)

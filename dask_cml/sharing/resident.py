@@ -1,0 +1,83 @@
+"""The process in a scheduler's session that keeps the cluster while no process of a user does.
+
+:mod:`dask_cml.scheduler.resident` starts it, as ``python -m dask_cml.sharing.resident NAME``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from distributed.core import Status
+
+from dask_cml.cancellation import cancel, wait_until_set
+from dask_cml.cluster import CMLCluster
+from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.records import store
+from dask_cml.timing import timing
+
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+
+class ResidentCluster(CMLCluster):
+    """A cluster in its scheduler's session, with which it ends."""
+
+    is_resident = True
+
+
+async def keep(name: str, closes: asyncio.Event) -> None:
+    """Keep a cluster until a user's process can, its scheduler closes, or the cluster ends.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's name.
+    closes : asyncio.Event
+        Set when the scheduler closes, or has ended.
+    """
+    cluster = ResidentCluster(name=name, create_mode="connect", asynchronous=True, quiet=True)
+    await cluster
+    while cluster.status != Status.closed and not closes.is_set():
+        if cluster.status == Status.running and cluster.sharing.board.n_users:
+            break
+        await wait_until_set(closes, timing.retry)
+    try:
+        if closes.is_set() and (why := await _why_ended(cluster)) is not None:
+            cluster.end_reason = why
+            await cluster.shutdown()
+        else:
+            await cluster.leave()
+    except CMLError as error:
+        logger.warning("%s", error)
+
+
+async def _why_ended(cluster: CMLCluster) -> str | None:
+    """Return why the scheduler has closed for good, by its file. None if it was lost."""
+    assert cluster.record is not None
+    try:
+        return (await asyncio.to_thread(store.read_again, cluster.record)).scheduler.closed
+    except (NoSuchCluster, store.RecordUnreadable):
+        return None
+
+
+async def _keep_until_input_ends(name: str) -> None:
+    closes = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+
+    async def watch_input() -> None:
+        await reader.read()
+        closes.set()
+
+    watching = asyncio.create_task(watch_input())
+    try:
+        await keep(name, closes)
+    finally:
+        await cancel(watching)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s - %(name)s - %(levelname)s - %(message)s", level=logging.INFO)
+    asyncio.run(_keep_until_input_ends(sys.argv[1]))
