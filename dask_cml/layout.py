@@ -26,8 +26,6 @@ CLUSTER = "DASK_CML_CLUSTER"
 HOSTS = "DASK_CML_DASHBOARD_HOSTS"
 #: The environment variable with the port for the scheduler's dashboard, which the platform serves.
 DASHBOARD_PORT = "DASK_CML_DASHBOARD_PORT"
-#: The environment variable with the bytes that a worker's process may reserve after its start. 0: no limit.
-ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
 #: The environment variables with the name and the worker group of a session, which its Dask workers repeat.
 WORKER, WORKER_GROUP = "DASK_CML_WORKER", "DASK_CML_WORKER_GROUP"
 #: The environment variable with the numbers of the GPUs of a session's Dask workers, such as ``0,2 1,3``.

@@ -18,7 +18,6 @@ import pytest
 from distributed.security import Security
 
 from dask_cml.layout import (
-    ALLOCATION_LIMIT,
     CLIENT_NAME,
     LOGS_FOLDER,
     RECORD_FILE,
@@ -455,7 +454,7 @@ def test_preload_modules_of_the_configuration_are_kept(tmp_path, configured):
 def test_the_users_environment_goes_over_our_own(tmp_path):
     plan = plan_worker(read(), Place(tmp_path), "mine-0", None)
     assert plan.env["PYTHONUNBUFFERED"] == "1"
-    mine = {"PYTHONUNBUFFERED": "", ALLOCATION_LIMIT: "0"}
+    mine = {"PYTHONUNBUFFERED": "", "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL": "1"}
     assert plan_worker(read(env=mine), Place(tmp_path), "mine-0", None).env == {**plan.env, **mine}
 
 

@@ -16,7 +16,6 @@ from distributed.security import Security
 
 from dask_cml.checks import runs_one_per_gpu
 from dask_cml.layout import (
-    ALLOCATION_LIMIT,
     CLIENT_NAME,
     CLUSTER,
     DASHBOARD_PORT,
@@ -44,8 +43,6 @@ PRELOAD = "dask_cml.scheduler.plugin"
 WITHOUT_RECORD = "dask_cml.scheduler.questions"
 #: The share of the scratch space that Dask workers may fill, and the variable that tells them.
 _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
-#: Bytes that libraries reserve in a process without using them: pyarrow, and the stacks of threads.
-_RESERVED, _RESERVED_BY_THREAD = 2 * 2**30, 2**27
 #: Characters of a record's id in the name of a session on the platform.
 _ID_LENGTH = 6
 #: The program of a session, which the session's kernel runs by its path.
@@ -191,7 +188,7 @@ def plan_worker(
         arguments.append(address)
     share = int(options.worker_memory * 2**30) // options.processes
     arguments += ["--name", name, *_preloads("worker", "--preload", "dask_cml.worker.process")]
-    command, env = _worker_command(options), _limits(options)
+    command, env = _worker_command(options), _spill_limit(options)
     if runs_one_per_gpu(command):  # dask-cuda lacks the arguments
         env[NANNY_PRELOAD] = repr(_preloaded("nanny", "dask_cml.worker.process"))
     else:
@@ -248,15 +245,11 @@ def _preloaded(kind: str, module: str) -> list[str]:
     return [module, *([configured] if isinstance(configured, str) else configured)]
 
 
-def _limits(options: Options) -> dict[str, str]:
-    """Return the environment variables by which Dask workers keep to the session's memory and disk."""
-    env = {}
-    if options.scratch and not dask.config.get("distributed.worker.memory.max-spill"):
-        env[_MAX_SPILL] = str(int(_SPILLED * options.scratch * 2**30) // options.processes)
-    if not options.nvidia_gpu:  # CUDA reserves far more memory than it uses
-        slack = _RESERVED + options.nthreads * _RESERVED_BY_THREAD
-        env[ALLOCATION_LIMIT] = str(int(options.memory * 2**30) + slack)
-    return env
+def _spill_limit(options: Options) -> dict[str, str]:
+    """Return the environment variable by which Dask workers keep to the session's disk."""
+    if not options.scratch or dask.config.get("distributed.worker.memory.max-spill"):
+        return {}
+    return {_MAX_SPILL: str(int(_SPILLED * options.scratch * 2**30) // options.processes)}
 
 
 def _plan(

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import threading
 from pathlib import Path
@@ -30,7 +29,7 @@ from distributed.worker import Worker
 
 from dask_cml import compat
 from dask_cml.handshake import limit_handshakes
-from dask_cml.layout import ALLOCATION_LIMIT, NANNY_PRELOAD, WORKER, WORKER_GROUP
+from dask_cml.layout import NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
 from dask_cml.worker import gpus
 
@@ -55,7 +54,6 @@ async def dask_setup(server: Any) -> None:
     _ignore_sigterm()
     if isinstance(server, Worker):
         _come_first(has_nanny=server.nanny is not None)
-        _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
         server.startup_information["cml"] = _about
     if isinstance(server, Nanny):
         _report_exits(server)
@@ -157,24 +155,6 @@ def _come_first(has_nanny: bool) -> None:
     for pid in chosen:
         with contextlib.suppress(OSError):  # not on this system, or it has ended
             Path(f"/proc/{pid}/oom_score_adj").write_text(_FIRST_CHOICE)
-
-
-def _limit_allocations(most: int) -> None:
-    """Let allocations fail with MemoryError that the session could never hold.
-
-    Dask's nanny looks at the memory ten times a second, and a large array is filled faster. The limit counts
-    reserved memory, of which libraries use only a part, so it is far above the session's size.
-    """
-    if most <= 0:
-        return
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        reserved = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = reserved + most
-        if hard == resource.RLIM_INFINITY or limit < hard:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-            logger.info("Allocations limited to %s bytes", limit)
 
 
 async def _about(worker: Worker) -> dict[str, Any]:
