@@ -284,11 +284,8 @@ def open_screen() -> Line | Notebook:
     if is_kernel():
         return Notebook()
     out = sys.stderr
-    try:
-        is_terminal = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
-    except ValueError:  # it is closed
-        return Line(None)
-    if not (is_terminal and _terminal.acquire(blocking=False)):
+    has_cursor = output.is_terminal(out) and os.environ.get("TERM") != "dumb"
+    if not (has_cursor and _terminal.acquire(blocking=False)):
         return Line(out)
     return Terminal(out)
 
@@ -342,7 +339,7 @@ class Terminal(Line):
         """Replace the table."""
         try:
             width = os.get_terminal_size(self._out.fileno()).columns or _NO_WIDTH
-        except (OSError, ValueError):
+        except (AttributeError, OSError, ValueError):
             width = _NO_WIDTH
         # A line that wraps would count as two when the cursor moves up.
         self._draw([line[: width - 1] for line in as_lines(title, rows)])

@@ -88,6 +88,14 @@ def say(text: str, *, to_stderr: bool = False) -> None:
     write(lambda: print(printable_lines(text), file=out, flush=True))
 
 
+def is_terminal(out: Any) -> bool:
+    """Return whether a standard stream is a terminal. One of the program's own class may be unable to say."""
+    try:
+        return bool(out.isatty())
+    except Exception:  # it is None or closed, or can only write and flush
+        return False
+
+
 def flush(timeout: float = 1.0) -> bool:
     """Wait until everything is written, and return whether it is. Blocks, unless the timeout is 0."""
     if timeout == 0:

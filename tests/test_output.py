@@ -19,6 +19,7 @@ from simulated.testing import eventually, simulated
 from terminals import STEERING
 
 from dask_cml import output
+from dask_cml.cli import console
 from dask_cml.display import open_screen
 from dask_cml.errors import CMLError
 from dask_cml.words import printable
@@ -64,7 +65,25 @@ def none():
     yield None
 
 
-@pytest.fixture(params=[closed, broken, blocked, none])
+class WriteOnly:
+    """As programs give in place of a standard stream to log what is printed."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@contextlib.contextmanager
+def write_only():
+    yield WriteOnly()
+
+
+@pytest.fixture(params=[closed, broken, blocked, none, write_only])
 def out(request):
     assert output.flush(60)
     with request.param() as out:
@@ -170,6 +189,35 @@ def test_a_start_is_shown_nowhere_without_standard_error(monkeypatch, kind):
         screen.show("Starting", [])
         with contextlib.suppress(OSError, ValueError):  # as StartDisplay does
             screen.end("")
+
+
+def test_a_stream_that_can_only_write_gets_the_last_line_of_a_start(monkeypatch):
+    out = WriteOnly()
+    monkeypatch.setattr(sys, "stderr", out)
+    screen = open_screen()
+    screen.show("Starting", [])
+    screen.end("Cluster mine started")
+    assert out.text == "Cluster mine started\n"
+
+
+def test_a_terminal_without_a_file_descriptor_shows_the_start(monkeypatch):
+    out = WriteOnly()
+    out.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", out)
+    screen = open_screen()
+    screen.show("Starting", [])
+    screen.end("")
+    assert "Starting" in out.text
+
+
+@pytest.mark.parametrize("make", [WriteOnly, lambda: None])
+def test_a_command_shows_progress_on_no_stream_that_is_no_terminal(monkeypatch, make):
+    out = make()
+    monkeypatch.setattr(sys, "stderr", out)
+    console.show("waiting")
+    console.show()
+    assert out is None or out.text == ""
 
 
 FORK = """

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from dask_cml import output
 from dask_cml.advice import Advice, AskForLess, Scale, ShutDown, delete_command
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
@@ -125,7 +126,7 @@ class _Progress:
     text = ""
 
     def __call__(self, text: str = "") -> None:
-        if text != self.text and sys.stderr.isatty():
+        if text != self.text and output.is_terminal(sys.stderr):
             line = printable(text)[: get_terminal_size().columns - 1]
             click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
             self.text = text
