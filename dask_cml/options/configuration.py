@@ -13,6 +13,7 @@ from typing import Any
 import dask.config
 
 from dask_cml.checks import nearest, of_type
+from dask_cml.layout import TAKEN_OUT
 from dask_cml.options.table import OPTIONS
 from dask_cml.output import get_logger
 
@@ -25,6 +26,14 @@ _MOST_BYTES = 32 * 1024  # an environment variable may have 128 KiB on Linux
 _MOST_LEVELS = 20
 #: The sections of Dask's configuration that sessions inherit: those of dask, whose defaults are the first.
 _SECTIONS = frozenset([*dask.config.defaults[0], "distributed"])
+#: The options of Dask whose values are mappings of any names, not sections with options.
+MAPPINGS = (
+    "distributed.nanny.environ",
+    "distributed.nanny.pre-spawn-environ",
+    "distributed.scheduler.dashboard.bokeh-application",
+    "distributed.scheduler.default-task-durations",
+    "distributed.worker.resources",
+)
 #: Keys in them that are for this process only. The keys of its connections are files with secrets.
 _OWN = re.compile(
     r"distributed\.(client\.security-loader|comm\.(require-encryption|tls)|dashboard\.link)(\.|$)"
@@ -121,9 +130,14 @@ def inherited(state_directory: Path) -> dict[str, str]:
 
     Sessions inherit the values of Dask's own sections that differ from the defaults, and the sections that
     the user names. Others may contain secrets, by whatever name: sessions, records and tasks get none.
+    They also read the files of the configuration, so they inherit what differs from these, too.
     """
     variables: dict[str, str] = {}
-    changed = _changed(dask.config.config, dask.config.merge(*reversed(dask.config.defaults)))
+    defaults = dask.config.merge(*reversed(dask.config.defaults))
+    read = dask.config.merge(defaults, *dask.config.collect_yaml(dask.config.paths))
+    changed = dask.config.merge(_changed(dask.config.config, defaults), _changed(dask.config.config, read))
+    if taken_out := _taken_out(read):
+        variables[TAKEN_OUT] = json.dumps(taken_out)
     text = dask.config.serialize(changed) if changed else ""
     if len(text) > _MOST_BYTES:
         logger.warning(
@@ -161,6 +175,17 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str =
         elif _json(value) not in (None, _json(default)):
             changed[name] = value
     return changed
+
+
+def _taken_out(read: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the entries of mappings that this process does not have, and that a session would read."""
+    taken_out: dict[str, list[str]] = {}
+    for key in MAPPINGS:
+        kept = dask.config.get(key, None)
+        if isinstance(kept, dict):  # else the section has been replaced, for options of others
+            names = dask.config.get(key, {}, config=read)
+            taken_out[key] = [name for name in names if dask.config.canonical_name(name, kept) not in kept]
+    return {key: names for key, names in taken_out.items() if names}
 
 
 def _is_shared(key: str) -> bool:

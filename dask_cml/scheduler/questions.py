@@ -28,12 +28,15 @@ from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.messages import Names, checked
+from dask_cml.taken_out import take_out
 from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
+
+take_out()  # at the import, before the scheduler reads its configuration
 
 
 class WorkerQuestions(SchedulerPlugin):
