@@ -248,11 +248,14 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
 
 
 def folder(argument: str, value: Any) -> str:
-    """Check a folder's path, and return the absolute path. The folder need not exist."""
+    """Check a folder's path, and return the absolute path with variables expanded. It need not exist."""
     expected = "the path of a folder"
     path = _typed(argument, os.fspath(value) if isinstance(value, os.PathLike) else value, str, expected)
     _valid(argument, value, path and "\0" not in path, expected)
-    return os.path.abspath(os.path.expanduser(_plain(path)))
+    expanded = os.path.expandvars(os.path.expanduser(_plain(path)))
+    unset = re.search(r"\$\{?[A-Za-z_]", expanded)
+    _valid(argument, value, not unset, f"{expected}, whose variables are set in this process")
+    return os.path.abspath(expanded)
 
 
 def choice(argument: str, value: Any, choices: Sequence[str]) -> str:

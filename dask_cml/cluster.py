@@ -156,7 +156,8 @@ class CMLCluster(SpecCluster):
     worker_class : str, optional
         Class of the Dask workers, as in ``dask worker --worker-class``. Default: Dask's own.
     worker_args : sequence of str, optional
-        Additional command-line arguments of ``dask worker``. Default: none.
+        Additional command-line arguments of ``dask worker``. Sessions expand ``$NAME`` and ``~`` in them.
+        Default: none.
     launch_options : mapping, optional
         Additional parameters of CML's ``launch_workers`` for a worker session, such as
         ``accelerator_label_id``. Default: none.
@@ -169,11 +170,12 @@ class CMLCluster(SpecCluster):
     scheduler_nvidia_gpu : int, optional
         Number of GPUs of the scheduler's session. Default 0.
     scheduler_args : sequence of str, optional
-        Additional command-line arguments of ``dask scheduler``. Default: none.
+        Additional command-line arguments of ``dask scheduler``. The session expands ``$NAME`` and ``~`` in
+        them. Default: none.
     scheduler_launch_options : mapping, optional
         Additional parameters of CML's ``launch_workers`` for the scheduler's session. Default: none.
     env : mapping of str to str, optional
-        Environment variables of all sessions. Default: none.
+        Environment variables of all sessions, which expand ``$NAME`` and ``~`` in them. Default: none.
     log_directory : path, optional
         Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
         cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 #: Bytes of the output's end that are printed if the program fails, and their lines.
@@ -40,6 +40,10 @@ _GRACE, _END = 20.0, 5.0
 #: Seconds for which the output of a program that has ended may still arrive, and for what it has left running
 #: to end after SIGTERM.
 _DRAIN, _END_GROUP = 1.0, 2.0
+_CANNOT_START = 127
+#: What is expanded in arguments and environment variables of users.
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+_HOME = re.compile(r"(?:^|(?<=[:=]))~(?=[/:]|$)")
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | _SAFELY
 
@@ -143,6 +147,8 @@ def run(
     passes_notice: bool = False,
     memory: int = 0,
     scratch: int = 0,
+    n_expanded: int = 0,
+    expanded_variables: str | None = None,
 ) -> None:
     """Run a program until it ends, and end what it has left running.
 
@@ -181,32 +187,38 @@ def run(
     scratch : int
         The session's scratch space in bytes. If the session must stop because the program's temporary files
         fill it, the log says so, and no data is moved. 0: do not check.
+    n_expanded : int
+        The number of the last arguments in which variables and ``~`` are expanded.
+    expanded_variables : str, optional
+        The environment variable with further ones, as JSON, in which they are expanded.
 
     Raises
     ------
     RuntimeError
-        If the program fails.
+        If the program fails, or an argument names a variable that the session does not have.
     """
     about = (folder, record, scheduler_file, next_board)
     why = None if name is None else _start(folder, name, entry, *about[1:])
     if why is not None:
         print(f"{program} not started: {why}", flush=True)
         return
-    command = [*command]
+    output = Log(log)
+    env, temporary = _environment(expanded_variables)
+    n = len(command) - n_expanded
+    if unset := [name for word in command[n:] for name in _names(word) if name not in env]:
+        why = f"${unset[0]} in its arguments is not set"
+        output.write(_not_started(program, why))
+        raise RuntimeError(f"{program} not started: {why}")
+    command = [*command[:n], *(_expand(word, env) for word in command[n:])]
     if timeout and scheduler_file in (_list(folder) or []):
         # The session was queued while the scheduler started. The last one of several equal options counts.
         command += ["--death-timeout", str(connect_timeout)]
-    env = {**os.environ}
     if dashboard_variable is not None:
         # The platform forwards its https entry to this port of the session's loopback. It may differ from the
         # port of the session that launched this one.
         port = os.environ.get("CDSW_APP_PORT") or os.environ.get("CDSW_READONLY_PORT") or "8787"
         command += ["--dashboard-address", f"127.0.0.1:{port}"]
         env[dashboard_variable] = port
-    output = Log(log)
-    # Dask workers spill there, unless an option names another folder.
-    temporary = tempfile.mkdtemp(prefix="dask-cml-")
-    env["TMPDIR"] = temporary
     try:
         process = subprocess.Popen(
             command,
@@ -216,7 +228,7 @@ def run(
             start_new_session=True,  # the leader of a process group
         )
     except OSError as error:
-        output.write(f"{error!r}\n".encode())
+        output.write(_not_started(program, repr(error)))
         raise
     if timeout:
         arguments = (process, time.monotonic() + timeout, *about)
@@ -239,6 +251,35 @@ def run(
         lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
         print(*map(words["printable"], lines), sep="\n", flush=True)
         raise RuntimeError(f"{program} failed with exit status {process.returncode}; its log is {log}")
+
+
+def _not_started(program: str, why: str) -> bytes:
+    """Return the output of a program that could not be started, with the exit status that shells give."""
+    return f"{program} not started: {why}\n[{program} exited with status {_CANNOT_START}]\n".encode()
+
+
+def _environment(expanded_variables: str | None) -> tuple[dict[str, str], str]:
+    """Return the environment of the program, and its TMPDIR: a new folder, which is removed with it."""
+    env = {**os.environ}
+    variables = json.loads(env.pop(expanded_variables or "", "{}"))
+    parent = _expand(variables.pop("TMPDIR", ""), env)
+    # Dask workers spill there, unless an option names another folder.
+    folder = tempfile.mkdtemp(prefix="dask-cml-", dir=parent if os.path.isdir(parent) else None)
+    env["TMPDIR"] = folder
+    for name, text in variables.items():  # in order: one may contain another one
+        env[name] = _expand(text, env)
+    return env, folder
+
+
+def _names(text: str) -> list[str]:
+    """Return the names of the variables in a text."""
+    return [match[1] or match[2] for match in _VARIABLE.finditer(text)]
+
+
+def _expand(text: str, env: Mapping[str, str]) -> str:
+    """Expand ``~`` and variables as a shell, but leave those that are not set as they are."""
+    text = _HOME.sub(lambda match: env.get("HOME", match[0]), text)
+    return _VARIABLE.sub(lambda match: env.get(match[1] or match[2], match[0]), text)
 
 
 def _keep_output(process: subprocess.Popen[bytes], log: Log) -> None:

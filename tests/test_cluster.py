@@ -269,14 +269,16 @@ async def test_job_script_launches_nothing(platform):
 
 @pytest.mark.slow
 def test_environment_reaches_scheduler_and_workers(platform):
-    env = {"GREETING": 'it\'s $HOME "quoted" {1+1}'}
+    env = {"GREETING": 'it\'s $HOME "quoted" {1+1}', "PATH": "/mine:$PATH"}
     with (
         CMLCluster(n_workers=1, env=env, platform="local") as cluster,
         Client(cluster) as client,
     ):
         client.wait_for_workers(1, timeout=120)
-        assert [*client.run(os.getenv, "GREETING").values()] == [env["GREETING"]]
-        assert client.run_on_scheduler(os.getenv, "GREETING") == env["GREETING"]
+        greeting = env["GREETING"].replace("$HOME", os.environ["HOME"])
+        assert [*client.run(os.getenv, "GREETING").values()] == [greeting]
+        assert client.run_on_scheduler(os.getenv, "GREETING") == greeting
+        assert client.run_on_scheduler(os.getenv, "PATH") == f"/mine:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from distributed.security import Security
 
 from dask_cml.layout import (
     CLIENT_NAME,
+    EXPANDED,
     LOGS_FOLDER,
     RECORD_FILE,
     SESSIONS_FOLDER,
@@ -131,7 +132,7 @@ def read(**options):
 def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, run, folder):
     program("print('registered'); os.write(2, b'not UTF-8: \\xff\\n')")
     name = folder.name
-    lines = f'{name}\n\t"""!ls'
+    lines = f'{name}\n\t"""!ls'.replace("$", "")
     options = read(name=name, worker_class=name, worker_args=["--preload", lines], cpu=4, memory=8)
     plan = plan_worker(options, Place(folder), f"{name}-0", "tcp://10.0.0.1:8786")
     done = run(plan)
@@ -156,15 +157,59 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
 ):
     monkeypatch.setenv("CDSW_APP_PORT", "1111")
     name = folder.name
-    options = read(name=name, scheduler_args=["--preload", name], idle_timeout="1 hour")
+    options = read(name=name, scheduler_args=["--preload", name.replace("$", "")], idle_timeout="1 hour")
     plan = plan_scheduler(options, recorded(folder), "0.0.0.0", 8786)
     done = run(plan, CDSW_APP_PORT="8100", CDSW_READONLY_PORT="8200")
     assert done.returncode == 0, done.stderr + done.stdout
     expected = ["-m", "dask", "scheduler", "--host", "0.0.0.0", "--port", "8786"]
-    expected += ["--idle-timeout", "3600.0 seconds", "--preload", PRELOAD, "--preload", name]
+    expected += ["--idle-timeout", "3600.0 seconds", "--preload", PRELOAD, "--preload", name.replace("$", "")]
     expected += ["--dashboard-address", "127.0.0.1:8100"]
     assert arguments(plan) == expected
     assert plan.log == folder / LOGS_FOLDER / f"{name}-scheduler.log"
+
+
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_variables_of_a_user_are_those_of_the_session(program, run, folder):
+    names = ["PATH", "LIBS", "PASSWORD", "NASTY", EXPANDED, "TMPDIR"]
+    program(f"print(json.dumps({{name: os.environ.get(name) for name in {names}}}))")
+    env = {
+        "PATH": "$HOME/bin:$PATH",
+        "LIBS": "~/lib:${PLAIN}/lib:$PATH",
+        "PLAIN": "plain",
+        "PASSWORD": "pa$$word$x",
+        "NASTY": NASTY.replace("$HOME", ""),
+    }
+    words = ["--local-directory", "$TMPDIR/dask", "--preload", "~/setup.py"]
+    options = read(env={**env, "CACHE": "$TMPDIR/cache"}, worker_args=words)
+    plan = plan_worker(options, Place(folder), "mine-0", "tcp://10.0.0.1:8786")
+    assert "$PATH" not in plan.env.get("PATH", "")
+    assert "pa$$word" not in str(plan)
+    done = run(plan, PATH="/bin", HOME="/home/me")
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = plan.log.read_text().splitlines()
+    found = next(json.loads(line) for line in lines if line.startswith("{"))
+    temporary = found.pop("TMPDIR")
+    assert found == {
+        "PATH": "/home/me/bin:/bin",
+        "LIBS": "/home/me/lib:plain/lib:/home/me/bin:/bin",
+        "PASSWORD": "pa$$word$x",
+        "NASTY": env["NASTY"],
+        EXPANDED: None,
+    }
+    assert values(arguments(plan), "--local-directory") == [f"{temporary}/dask"]
+    assert values(arguments(plan), "--preload")[-1] == "/home/me/setup.py"
+
+
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_an_argument_with_a_variable_that_is_not_set_starts_no_program(program, run, folder):
+    program("print('registered')")
+    options = read(worker_args=["--local-directory", "${NO_SUCH}/dask"])
+    plan = plan_worker(options, Place(folder), "mine-0", "tcp://10.0.0.1:8786")
+    done = run(plan)
+    words = "dask worker not started: $NO_SUCH in its arguments is not set"
+    assert done.returncode == 1
+    assert words in done.stdout + done.stderr
+    assert plan.log.read_text() == f"{words}\n[dask worker exited with status 127]\n"
 
 
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
@@ -426,11 +471,12 @@ def test_dask_cudas_own_parser_takes_the_arguments(tmp_path):
 
 
 def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
-    options = read(cpu=4, memory=16, nvidia_gpu=1, scheduler_cpu=2, scheduler_memory=8, env={"A": NASTY})
+    text = NASTY.replace("$HOME", "$ HOME")
+    options = read(cpu=4, memory=16, nvidia_gpu=1, scheduler_cpu=2, scheduler_memory=8, env={"A": text})
     worker = plan_worker(options, Place(tmp_path), "mine-0", None)
     scheduler = plan_scheduler(options, Place(tmp_path), "0.0.0.0", 8786)
     assert (worker.size, scheduler.size) == (options.worker, options.scheduler)
-    assert worker.env["A"] == scheduler.env["A"] == NASTY
+    assert worker.env["A"] == scheduler.env["A"] == text
     assert "--idle-timeout" not in argv(scheduler)
 
 

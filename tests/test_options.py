@@ -161,6 +161,8 @@ def test_the_state_directory_is_absolute_and_knows_the_home_folder(monkeypatch):
     assert state_directory() == Path("/home/someone/.dask-cml")
     with dask.config.set({"cml.state-directory": "here"}):
         assert state_directory() == Path.cwd() / "here"
+    with dask.config.set({"cml.state-directory": "$HOME/clusters"}):
+        assert state_directory() == Path("/home/someone/clusters")
 
 
 # -- the schema
@@ -360,6 +362,7 @@ REFUSED = [
     ("orphan_timeout", [60], TypeError, SECONDS),
     ("log_directory", 3, TypeError, "the path of a folder"),
     ("log_directory", "", ValueError, "the path of a folder"),
+    ("log_directory", "${NO_SUCH}/logs", ValueError, "a folder, whose variables are set in this process"),
     ("shutdown_on_close", 1, TypeError, "True or False"),
     ("forward_dashboard", "yes", TypeError, "True or False"),
     ("scheduler_nvidia_gpu", -1, ValueError, COUNT),

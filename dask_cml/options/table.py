@@ -134,7 +134,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Worker arguments",
             checks.worker_args,
             [],
-            "Additional command-line arguments of `dask worker`.",
+            "Additional command-line arguments of `dask worker`. Sessions expand `$NAME` and `~` in them.",
             needs=("processes", "worker_command"),
             elsewhere=(
                 "worker_extra_args",
@@ -224,7 +224,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Scheduler arguments",
             checks.scheduler_args,
             [],
-            "Additional command-line arguments of `dask scheduler`.",
+            "Additional command-line arguments of `dask scheduler`. The session expands `$NAME` and `~` in "
+            "them.",
             elsewhere=("scheduler_kwargs", "scheduler_options", "scheduler_extra_args", "jupyter"),
             refused={
                 "the cluster sets it": ("--dashboard-address", "--host", "--port", "--scheduler-file"),
@@ -259,7 +260,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Environment variables",
             checks.environment,
             {},
-            "Environment variables of all sessions.",
+            "Environment variables of all sessions, which expand `$NAME` and `~` in them.",
             elsewhere=("env_vars", "environ", "environment", "job_script_prologue"),
             is_grouped=True,
             is_secret=True,

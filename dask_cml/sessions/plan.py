@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from dask_cml.layout import (
     CLIENT_NAME,
     CLUSTER,
     DASHBOARD_PORT,
+    EXPANDED,
     FOLDER,
     GPUS,
     HOSTS,
@@ -45,6 +48,8 @@ WITHOUT_RECORD = "dask_cml.scheduler.questions"
 _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 #: Characters of a record's id in the name of a session on the platform.
 _ID_LENGTH = 6
+#: What a session expands in the values and words of a user: ``$NAME``, ``${NAME}`` and ``~``.
+_EXPANDS = re.compile(r"\$\{?[A-Za-z_]|(^|[:=])~([/:]|$)")
 #: The program of a session, which the session's kernel runs by its path.
 _WRAPPER = Path(__file__).parent.parent / "wrapper.py"
 
@@ -150,8 +155,8 @@ def plan_scheduler(
     else:
         arguments += _preloads("scheduler", "--preload", PRELOAD)
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}
-    arguments += options.scheduler_args
-    return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, env, session)
+    words = options.scheduler_args
+    return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, words, env, session)
 
 
 def plan_worker(
@@ -205,9 +210,9 @@ def plan_worker(
         arguments += ["--resources", " ".join(f"{name}={exact(share)}" for name, share in shares.items())]
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
-    arguments += [*tls.arguments(place.security, "worker"), *options.worker_args]
+    arguments += tls.arguments(place.security, "worker")
     env |= {WORKER: name, WORKER_GROUP: group, **options.env}
-    return _plan(options, place, name, command, arguments, env, session, group)
+    return _plan(options, place, name, command, arguments, options.worker_args, env, session, group)
 
 
 def _worker_command(options: Options) -> Sequence[str]:
@@ -258,13 +263,15 @@ def _plan(
     key: str,
     program: Sequence[str],
     arguments: list[str],
+    words: Sequence[str],
     env: Mapping[str, str],
     session: dict[str, Any],
     group: str | None = None,
 ) -> SessionPlan:
     """Plan a session by its key: the name of a worker, or ``"scheduler"``.
 
-    `session` contains more arguments of :func:`dask_cml.wrapper.run`. `group` is the group of a worker.
+    `words` are the arguments of the user, which the session expands. `session` contains more arguments of
+    :func:`dask_cml.wrapper.run`. `group` is the group of a worker.
     """
     name, started, role = key, key, "A worker"
     size, launch_options = options.worker, options.launch_options
@@ -284,15 +291,23 @@ def _plan(
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
     session["name"] = quote(started, safe="")
     session["scheduler_file"] = scheduler_file(place.number)
-    session["command"] = command + arguments
+    session["command"] = [*command, *arguments, *words]
+    if any(map(_EXPANDS.search, words)):
+        session["n_expanded"] = len(words)
+    # Not as they are: the session could no longer know the value that a `$PATH` in PATH means.
+    expanded = {variable: text for variable, text in options.env.items() if _EXPANDS.search(text)}
+    if expanded:
+        session["expanded_variables"] = EXPANDED
     code = session_code(f"{role} of the Dask cluster {options.name!r}", session)
     own = {"PYTHONUNBUFFERED": "1"}
     if os.environ.get(GANG):
         own[NO_GANG] = "true"
-    env = {**own, **env}
+    env = {**own, **{variable: text for variable, text in env.items() if variable not in expanded}}
+    if expanded:
+        env[EXPANDED] = json.dumps(expanded)
     if place.record is not None:
         env[CLIENT_NAME] = inside_name(place.record)
-    return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env})
+    return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env, EXPANDED})
 
 
 def session_code(title: str, arguments: Mapping[str, Any]) -> str:
