@@ -211,6 +211,44 @@ async def test_an_incomplete_security_is_refused_before_anything_is_launched(pla
     assert platform.list_workers() == []
 
 
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Keys in files of a home folder, by their names there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = Security.temporary()
+    contents = {"ca.pem": keys.tls_ca_file, "cert.pem": keys.tls_client_cert, "key.pem": keys.tls_client_key}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.pem").touch()
+    os.mkfifo(tmp_path / "pipe")
+
+    def files(ca="~/ca.pem", key="~/key.pem"):
+        pairs = {f"tls_{role}_cert": "$HOME/cert.pem" for role in ("client", "scheduler", "worker")}
+        pairs |= {f"tls_{role}_key": key for role in ("client", "scheduler", "worker")}
+        return Security(require_encryption=True, tls_ca_file=ca, **pairs)
+
+    return files
+
+
+def test_paths_of_keys_may_be_below_the_home_folder(files, tmp_path):
+    security, written = tls.as_files(files(), tmp_path / "cluster")
+    assert not written
+    assert security.tls_ca_file == str(tmp_path / "ca.pem")
+    assert security.tls_worker_cert == str(tmp_path / "cert.pem")
+    assert security.get_connection_args("worker")["ssl_context"]
+
+
+@pytest.mark.parametrize("wrong", ["~/missing.pem", "~/folder", "~/empty.pem", "~/pipe", "~/ca.pem/key.pem"])
+@pytest.mark.parametrize("name", ["ca", "key"])
+async def test_a_missing_file_of_keys_is_refused_before_anything_is_launched(platform, files, name, wrong):
+    field = {"ca": "tls_ca_file", "key": "tls_client_key"}[name]
+    path = wrong.replace("~", os.environ["HOME"])
+    with pytest.raises(ValueError, match=f"invalid security: .* whose {field} is a PEM .*, got '{path}' \\("):
+        await make(security=files(**{name: wrong}))
+    assert platform.list_workers() == []
+
+
 def test_the_tests_that_the_list_of_protections_names_exist():
     root = Path(__file__).parent
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "README.md").read_text())

@@ -21,6 +21,8 @@ from dask_cml import rpc
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
+#: What the text of a key contains, and a path does not.
+_PEM = "-----BEGIN"
 #: Schemes of addresses with encryption.
 _ENCRYPTED = ("tls", "wss")
 _ROLES = ("client", "scheduler", "worker")
@@ -41,14 +43,12 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     Raises
     ------
     ValueError
-        If a Security lacks keys that the scheduler, the workers or clients need.
-    OSError
-        If a certificate's file cannot be read.
+        If a Security lacks keys that the scheduler, the workers or clients need, or a file has none.
     """
     if not security:
         return None, {}
     original = _new_keys() if security is True else security
-    values = {field: getattr(original, field) for field in _FIELDS}
+    values: dict[str, Any] = {field: _usable(field, getattr(original, field)) for field in _FIELDS}
     for role in _ROLES:
         if values[f"tls_{role}_key"] is None:
             values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
@@ -56,8 +56,8 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
         raise ValueError(f"invalid security={original!r}: expected a Security with {', '.join(missing)}")
     result, files = copy.copy(original), {}
     for field, value in values.items():
-        path = Path(os.path.abspath(value))
-        if "-----BEGIN" in value:
+        path = Path(value)
+        if _PEM in value:
             path = folder / _FOLDER / f"{field}.pem"
             files[path] = value
         setattr(result, field, str(path))
@@ -99,11 +99,29 @@ def _new_keys() -> Security:
     return Security(require_encryption=True, tls_ca_file=certificate_text, **keys, **certificates)
 
 
+def _usable(field: str, value: str | None) -> str | None:
+    """Return a key's text, or the absolute path of its file, which has keys. Sessions would fail without."""
+    if value is None or _PEM in value:
+        return value
+    path = Path(os.path.abspath(os.path.expandvars(os.path.expanduser(value))))
+    try:
+        if not path.is_file():  # reading a pipe would never end
+            why = "not a regular file" if path.exists() else "no such file"
+        elif _PEM in path.read_text(errors="replace"):
+            return str(path)
+        else:
+            why = "no PEM file"
+    except OSError as error:
+        why = str(error.strerror)
+    words = f"a Security whose {field} is a PEM file or its text, got {str(path)!r} ({why})"
+    raise ValueError(f"invalid security: expected {words}")
+
+
 def _with_key(certificate: str | None) -> str | None:
     """Return the file or the text of a certificate if it contains the key, too."""
     if certificate is None:
         return None
-    text = certificate if "-----BEGIN" in certificate else Path(certificate).read_text()
+    text = certificate if _PEM in certificate else Path(certificate).read_text()
     return certificate if "PRIVATE KEY-----" in text else None
 
 
@@ -138,7 +156,7 @@ def connection_args(security: Security | None, address: str) -> dict[str, Any]:
     security = security or Security()
     for field in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
         key = getattr(security, field)
-        if isinstance(key, str) and "-----BEGIN" not in key and not os.path.isfile(key):
+        if isinstance(key, str) and _PEM not in key and not os.path.isfile(key):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
     return security.get_connection_args("client")
 
