@@ -105,6 +105,39 @@ def test_an_unknown_variable_raises_an_error_with_its_name(configured, monkeypat
         Options.read()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("DASK_CML__ENV__MY_VAR", """my_var: expected DASK_CML__ENV='{"MY_VAR": …}'"""),
+        ("DASK_CML__RESOURCES__GPU", """gpu: expected DASK_CML__RESOURCES='{"GPU": …}'"""),
+        (
+            "DASK_CML__WORKER_GROUPS__BIG__ENV__MY_VAR",
+            """my_var: expected DASK_CML__WORKER_GROUPS__BIG__ENV='{"MY_VAR": …}'""",
+        ),
+    ],
+)
+def test_a_variable_whose_name_dask_reads_in_lower_case_is_refused(configured, monkeypatch, name, words):
+    monkeypatch.setenv(name, "secret")
+    configured("", **{name: "secret"})
+    with pytest.raises(
+        ValueError, match=f"^invalid environment variable {name}, of which Dask makes "
+    ) as caught:
+        Options.read()
+    assert str(caught.value).endswith(words)
+    right, value = words.partition("expected ")[2].replace("…", "1").split("=", 1)
+    monkeypatch.delenv(name)
+    configured("", **{right: value.strip("'").replace(": 1", ': "1"' if "ENV" in right else ": 1")})
+    options = Options.read()
+    options = options.groups().get("big", options)
+    assert options.env == {"MY_VAR": "1"} or options.resources == {"GPU": 1}
+
+
+def test_a_variable_whose_name_has_lower_case_letters_sets_an_entry(configured, monkeypatch):
+    monkeypatch.setenv("DASK_CML__ENV__http_proxy", "proxy")
+    configured("", DASK_CML__ENV__http_proxy="proxy")
+    assert Options.read().env == {"http_proxy": "proxy"}
+
+
 @pytest.mark.parametrize("key", ["cml", "cml.api"])
 def test_a_section_must_be_a_mapping(key):
     with (

@@ -26,6 +26,8 @@ _MOST_BYTES = 32 * 1024  # an environment variable may have 128 KiB on Linux
 _MOST_LEVELS = 20
 #: The sections of Dask's configuration that sessions inherit: those of dask, whose defaults are the first.
 _SECTIONS = frozenset([*dask.config.defaults[0], "distributed"])
+#: Variables that set one entry of a mapping whose names have a case, which Dask does not keep.
+_ENTRY = re.compile(r"(DASK_CML__(?:WORKER_GROUPS__.+?__)?(?:ENV|RESOURCES))__(.+)")
 #: The options of Dask whose values are mappings of any names, not sections with options.
 MAPPINGS = (
     "distributed.nanny.environ",
@@ -90,8 +92,15 @@ def check_keys() -> None:
     Raises
     ------
     TypeError, ValueError
-        If a key is unknown. The message contains the key, its origin, and the nearest option.
+        If a key is unknown. The message contains the key, its origin, and the nearest option. Or if Dask has
+        read the name of an entry in lower case.
     """
+    for variable in os.environ:
+        entry = _ENTRY.fullmatch(variable)
+        if entry is not None and entry[2] != entry[2].lower():
+            read, right = entry[2].lower(), f"{entry[1]}='{{\"{entry[2]}\": …}}'"
+            words = f"invalid environment variable {variable}, of which Dask makes {read}: expected {right}"
+            raise ValueError(words)
     for key in OPTIONS:
         words = key.replace(".", "__").replace("-", "_").upper()
         if f"DASK_CML_{words}" in os.environ:
