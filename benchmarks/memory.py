@@ -15,6 +15,7 @@ import psutil
 from benchmarks.local_platform import local_platform
 from benchmarks.report import Report, figure, save_figure
 from dask_cml import CMLCluster
+from dask_cml.local import state
 
 GIB, GB = 2**30, 10**9
 WORKERS, MEMORY, SCRATCH = 2, 1.0, 5.0
@@ -73,7 +74,7 @@ def _processes(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
     """Yield the processes of a session, with what each is."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("TMPDIR") != str(folder / "tmp"):
+            if process.environ().get("TMPDIR") != str(state.temporary_of(folder.name)):
                 continue
             command = " ".join(process.cmdline())
             if "session = {" in command:

@@ -253,8 +253,8 @@ def folder(argument: str, value: Any) -> str:
     path = _typed(argument, os.fspath(value) if isinstance(value, os.PathLike) else value, str, expected)
     _valid(argument, value, path and "\0" not in path, expected)
     expanded = os.path.expandvars(os.path.expanduser(_plain(path)))
-    unset = re.search(r"\$\{?[A-Za-z_]", expanded)
-    _valid(argument, value, not unset, f"{expected}, whose variables are set in this process")
+    unset = re.search(r"^~|\$\{?[A-Za-z_]", expanded)
+    _valid(argument, value, not unset, f"{expected}, with variables and a home that this process has")
     return os.path.abspath(expanded)
 
 

@@ -264,7 +264,7 @@ def _environment(expanded_variables: str | None) -> tuple[dict[str, str], str]:
     variables = json.loads(env.pop(expanded_variables or "", "{}"))
     parent = _expand(variables.pop("TMPDIR", ""), env)
     # Dask workers spill there, unless an option names another folder.
-    folder = tempfile.mkdtemp(prefix="dask-cml-", dir=parent if os.path.isdir(parent) else None)
+    folder = tempfile.mkdtemp(prefix="dask-", dir=parent if os.path.isdir(parent) else None)
     env["TMPDIR"] = folder
     for name, text in variables.items():  # in order: one may contain another one
         env[name] = _expand(text, env)

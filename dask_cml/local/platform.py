@@ -7,7 +7,6 @@ import getpass
 import hashlib
 import importlib.util
 import os
-import pwd
 import random
 import runpy
 import socket
@@ -141,7 +140,7 @@ def _base_environment() -> dict[str, str]:
     """Return the variables that sessions and supervisors take from this process's environment."""
     kept = {name: value for name, value in os.environ.items() if name in _BASE or name.startswith("LC_")}
     kept.setdefault("PATH", os.defpath)
-    kept.setdefault("HOME", pwd.getpwuid(os.getuid()).pw_dir)
+    kept.setdefault("HOME", str(Path.home()))
     kept[state.DIRECTORY_VARIABLE] = str(state.directory())
     return kept
 
@@ -153,7 +152,7 @@ def _session_environment(session: Session) -> dict[str, str]:
     """
     project = session["directory"]
     variables = {
-        "TMPDIR": str(state.folder_of(session["id"]) / "tmp"),
+        "TMPDIR": str(state.temporary_of(session["id"])),
         "CDSW_API_KEY": _digest("key", session["id"]),
         # CML assigns the sessions that a worker session launches to the worker session's own launcher.
         "CDSW_MASTER_ID": os.environ.get("CDSW_MASTER_ID") or session["launcher"],
@@ -165,12 +164,20 @@ def _session_environment(session: Session) -> dict[str, str]:
         "CDSW_DOMAIN": "localhost",
         "CDSW_PROJECT": os.path.basename(project) or "project",
         "CDSW_PROJECT_ID": _digest("project", project),
-        "CDSW_CREATOR": getpass.getuser(),
+        "CDSW_CREATOR": _user(),
         "CDSW_CPU_MILLICORES": str(round(1000 * session["cpu"])),
         "CDSW_MEMORY_MB": str(round(1024 * session["memory"])),
     }
     pinned = {"CDSW_ENGINE_ID": session["id"], state.DIRECTORY_VARIABLE: str(state.directory())}
     return {**_base_environment(), **variables, **session["env"], **pinned}
+
+
+def _user() -> str:
+    """Return the name of this process's user. In a container, the user's id may have none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _digest(*words: str) -> str:

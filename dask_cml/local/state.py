@@ -2,8 +2,8 @@
 
 Each session has a folder. Its ``session.json`` describes the launch, and what has become of it since. The
 session's supervisor alone writes it. The file ``stop`` asks the session to stop. The file ``log`` is its
-output, and the folder ``tmp`` its TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies,
-the kernel releases the lock, and whoever reads the session next ends it.
+output, and the folder ``tmp`` its TMPDIR, to which a short link leads. The supervisor holds the file ``lock``
+while it runs. If it dies, the kernel releases the lock, and whoever reads the session next ends it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,14 @@ def _default_directory() -> Path:
 def folder_of(session_id: str) -> Path:
     """Return the folder of a session."""
     return directory() / _SESSIONS / session_id
+
+
+def temporary_of(session_id: str) -> Path:
+    """Return the TMPDIR of a session: a link to its folder ``tmp``.
+
+    It is short, because programs have sockets below it, and the path of a socket has at most 107 bytes.
+    """
+    return Path("/tmp", f"cml-{session_id}")
 
 
 def read_json(path: Path) -> Any:
@@ -193,6 +201,8 @@ def free(session: Session, group: int | None = None) -> None:
     from dask_cml.local import processes  # imports psutil, which a session need not wait for at its start
 
     processes.kill(session["id"], group)
+    with contextlib.suppress(OSError):  # it never started
+        temporary_of(session["id"]).unlink()
     shutil.rmtree(folder_of(session["id"]) / "tmp", ignore_errors=True)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import tempfile
 from pathlib import Path
 
@@ -103,6 +104,40 @@ def test_secrets_are_readable_by_their_owner_only(platform, launch):
     [session] = launch(code="pass", env={"SECRET": "1"})
     assert (state.folder_of(session["id"]) / "session.json").stat().st_mode & 0o077 == 0
     assert Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]).stat().st_mode & 0o077 == 0
+
+
+def test_a_user_id_without_a_name_launches_sessions(platform, launch, reaches, monkeypatch, tmp_path):
+    """As containers may have. The home folder is known by its variable alone."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # raises KeyError, as for an unknown id
+    [session] = launch(code=f"import os; assert os.environ['CDSW_CREATOR'] == '{os.getuid()}'")
+    reaches(session, "succeeded")
+
+
+SOCKETS = """
+import multiprocessing, os, tempfile
+
+if __name__ == "__main__":
+    folder = tempfile.mkdtemp(prefix="dask-")  # as that of a Dask worker
+    assert len(folder) <= 40, folder
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    with multiprocessing.get_context("forkserver").Manager() as manager:
+        assert manager.list([1, 2])[1] == 2
+"""
+
+
+def test_paths_of_sockets_fit_whatever_the_length_of_the_home_folder(
+    platform, launch, reaches, monkeypatch, tmp_path
+):
+    program = tmp_path / "sockets.py"
+    program.write_text(SOCKETS)
+    directory = tmp_path / ("long" * 20)
+    monkeypatch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory))
+    [session] = launch(script=str(program))
+    reaches(session, "succeeded")
+    assert not state.temporary_of(session["id"]).is_symlink()
 
 
 @pytest.mark.parametrize("cache", ["cache", ""])

@@ -203,6 +203,7 @@ def test_a_session_without_its_supervisor_fails_and_leaves_no_process(platform, 
     assert not alive(daemon_pid)
     assert processes.find(session["id"]) == set()
     assert not (state.folder_of(session["id"]) / "tmp").exists()
+    assert not state.temporary_of(session["id"]).is_symlink()
 
 
 def test_evicted_session_fails_and_leaves_no_process(platform, launch, find, daemon):
