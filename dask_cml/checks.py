@@ -28,8 +28,9 @@ Refused = Mapping[str, Sequence[str]]
 
 #: The word for None, where None stands for the configured value.
 NEVER = "never"
-#: More GiB than any cluster has: a larger number must be meant in bytes.
-_MOST_GIB = 100_000
+#: More GiB than any cluster has, and than a session may have without a unit: a larger number must be meant in
+#: bytes, or in MiB.
+_MOST_GIB, MOST_GIB_OF_SESSION = 100_000, 1000
 _CLUSTER_NAME = re.compile(r"[^./-][^/]{0,99}")
 #: A file name has 255 bytes at most, and the name of a session's log begins with the cluster's name.
 _NAME_BYTES = 200
@@ -127,14 +128,22 @@ def positive(argument: str, value: Any) -> float:
 
 
 def gibibytes(
-    argument: str, value: Any, expected: str = 'GiB as a number above 0, or a string such as "16 GiB"'
+    argument: str,
+    value: Any,
+    most: float = _MOST_GIB,
+    expected: str = 'GiB as a number above 0, or a string such as "16 GiB"',
 ) -> float:
-    """Check an amount of memory or disk, and return it in GiB."""
+    """Check an amount of memory or disk, and return it in GiB. A number above `most` needs a unit."""
     number = _above_0(argument, value, expected, _gib)
-    if number > _MOST_GIB and not str(value).rstrip()[-1].isalpha():
+    if isinstance(value, float):  # a record has the GiB of a string as a float
+        most = _MOST_GIB
+    if number > most and not str(value).rstrip()[-1].isalpha():
         from dask.utils import format_bytes
 
-        raise ValueError(message(argument, value, f'{expected}; did you mean "{format_bytes(int(number))}"?'))
+        meant = f'"{number:.15g} MiB" or "{number:.15g} GiB"'
+        if number > _MOST_GIB:
+            meant = f'"{format_bytes(int(number))}"'
+        raise ValueError(message(argument, value, f"{expected}; did you mean {meant}?"))
     return number
 
 
@@ -165,11 +174,11 @@ def memory_reserve(argument: str, value: Any, memory: float) -> float:
     return float(_valid(argument, reserve, reserve < memory, f"less than memory={memory:g} GiB"))
 
 
-def gibibytes_or_none(argument: str, value: Any) -> float:
+def gibibytes_or_none(argument: str, value: Any, most: float = _MOST_GIB) -> float:
     """Check an amount of disk, and return it in GiB. Return 0 for ``"none"``."""
     if value in (None, "none", 0) and value is not False:
         return 0.0
-    return gibibytes(argument, value, 'GiB as a number above 0, a string such as "10 GB", or "none"')
+    return gibibytes(argument, value, most, 'GiB as a number above 0, a string such as "10 GB", or "none"')
 
 
 def seconds(argument: str, value: Any) -> float:

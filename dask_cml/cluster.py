@@ -49,7 +49,7 @@ from dask_cml.core.messages import Messages
 from dask_cml.core.own_log import write_own_log
 from dask_cml.core.processes import Processes, connected_names
 from dask_cml.core.retirement import Retirements, drop
-from dask_cml.core.start import Start, class_of, scheduler_spec
+from dask_cml.core.start import Start, check_worker_class, class_of, scheduler_spec
 from dask_cml.core.stops import Stops
 from dask_cml.core.view import View
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, escaped, render, status_of
@@ -294,6 +294,9 @@ class CMLCluster(SpecCluster):
         **kwargs: Any,
     ) -> None:
         given = kwargs["given"]
+        if isinstance(n_workers, str) and not n_workers.isdecimal():
+            expected = f"a whole number; to name the cluster, pass name={n_workers!r}"
+            raise TypeError(message("n_workers", n_workers, expected))
         check_loop(asynchronous, loop)
         check_silence_logs(silence_logs)
         options = Options.read(**given).inheriting()
@@ -323,6 +326,7 @@ class CMLCluster(SpecCluster):
             self.api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
             for group in (options, *options.groups().values()):
                 self.api.check_options(group.launch_options)
+                check_worker_class(group)
         self.place = Place(state_directory() / options.name)
         self.groups = Groups(self, options, self.api, self.place)
         self.woken = asyncio.Event()
@@ -740,6 +744,7 @@ class CMLCluster(SpecCluster):
         group_name("name", name)
         self.check_running(f"worker group {name!r} not added")
         self.api.check_options(options.launch_options)
+        check_worker_class(options)
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
 

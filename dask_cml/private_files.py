@@ -12,10 +12,12 @@ import os
 import secrets
 import shlex
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from dask_cml.errors import CMLError
+from dask_cml.checks import message
+from dask_cml.errors import CMLError, reason_of
 from dask_cml.output import get_logger
 
 logger = get_logger(__name__)
@@ -56,6 +58,24 @@ def make_folder(path: Path) -> None:
         path.mkdir(mode=0o700)
         path.chmod(0o700)
     check_folder(path)
+
+
+@contextlib.contextmanager
+def naming(option: str, folder: Path | str) -> Iterator[None]:
+    """Let an error from making the folder of an option name the option.
+
+    Raises
+    ------
+    ValueError
+        If the folder cannot be made.
+    """
+    try:
+        yield
+    except NotPrivate:  # which says what to do
+        raise
+    except OSError as error:
+        expected = f"a folder that can be made ({reason_of(error)})"
+        raise ValueError(message(option, str(folder), expected)) from None
 
 
 def check_folder(path: Path) -> None:

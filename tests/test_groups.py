@@ -341,6 +341,11 @@ async def test_bad_groups_are_refused_and_nothing_is_lost(it, who):
                 ValueError,
                 "invalid launch_options 'no'",
             ),
+            (
+                lambda: user.add_worker_group("a", worker_class="no.such.Class"),
+                ValueError,
+                "invalid worker_class='no.such.Class': expected",
+            ),
             (lambda: user.delete_worker_group("default"), ValueError, "invalid name='default': expected"),
             (lambda: user.delete_worker_group("no"), ValueError, "invalid name='no': expected"),
             (lambda: user.scale(1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),

@@ -370,6 +370,10 @@ REFUSED = [
     ("scheduler_launch_options", {"nvidia_gpu": 1}, ValueError, "use the argument scheduler_nvidia_gpu"),
     ("memory", 4e9, ValueError, 'did you mean "3.73 GiB"?'),
     ("scheduler_memory", 16_000_000_000, ValueError, 'did you mean "14.90 GiB"?'),
+    ("memory", 8192, ValueError, 'did you mean "8192 MiB" or "8192 GiB"?'),
+    ("memory", "1024", ValueError, 'did you mean "1024 MiB" or "1024 GiB"?'),
+    ("scheduler_memory", 4096, ValueError, 'did you mean "4096 MiB" or "4096 GiB"?'),
+    ("scratch", 10_000, ValueError, 'did you mean "10000 MiB" or "10000 GiB"?'),
     ("platform", "kubernetes", ValueError, "one of 'auto', 'local'"),
 ]
 
@@ -400,6 +404,13 @@ def test_an_error_about_a_variable_names_it_and_shows_a_number():
         Options.read(env={"TOKEN": "s3cr3t", "N": 4})
 
 
+def test_an_amount_with_a_unit_is_restored_from_a_record():
+    options = Options.read(memory="2 TiB", scratch="4 TiB", worker_groups={"big": {"memory": "3 TiB"}})
+    restored = Options.of_running("mine", options.arguments())
+    assert (restored.memory, restored.scratch) == (2048, 4096)
+    assert restored.of_group(options.groups()["big"].group_arguments()).memory == 3072
+
+
 @pytest.fixture
 def stub(monkeypatch):
     """What a cluster would launch its sessions with."""
@@ -407,6 +418,55 @@ def stub(monkeypatch):
     monkeypatch.setattr("dask_cml.cluster.load_platform", lambda platform: stub)
     yield stub
     assert stub.calls == []
+
+
+def test_a_name_in_the_place_of_n_workers_is_refused_with_the_argument(stub):
+    words = r"invalid n_workers='lab': expected a whole number; to name the cluster, pass name='lab'"
+    with pytest.raises(TypeError, match=words):
+        CMLCluster("lab")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no.such.Class", "No module named 'no'"),
+        ("distributed.NoSuch", "has no attribute 'NoSuch'"),
+        ("distributed.Scheduler", "it is none"),
+        ("os", "it is none"),
+    ],
+)
+@pytest.mark.parametrize("group", [False, True])
+def test_a_worker_class_that_cannot_be_imported_is_refused(stub, name, why, group):
+    options = {"worker_class": name}
+    if group:
+        options = {"worker_groups": {"other": options}}
+    with pytest.raises(
+        ValueError, match=f"^invalid worker_class={name!r}: expected the name of a class"
+    ) as caught:
+        CMLCluster(**options)
+    assert why in str(caught.value)
+
+
+async def test_a_worker_class_may_be_where_only_sessions_look(stub):
+    cluster = CMLCluster(worker_class="theirs.Worker", env={"PYTHONPATH": "$HOME/theirs"}, asynchronous=True)
+    await cluster.close()
+
+
+@pytest.mark.parametrize("option", ["log-directory", "state-directory"])
+async def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_launched(
+    platform, tmp_path, shared_or_alone, option
+):
+    taken = tmp_path / "taken"
+    taken.touch()
+    name = {"log-directory": "log_directory", "state-directory": "cml.state-directory"}[option]
+    with (
+        dask.config.set({f"cml.{option}": str(taken / "below")}),
+        pytest.raises(
+            ValueError, match=f"invalid {name}='{taken}/below': expected a folder that can be made .*"
+        ),
+    ):
+        await CMLCluster(platform="local", asynchronous=True)
+    assert platform.list_workers() == []
 
 
 def refused_as(argument, value, name=None):

@@ -16,7 +16,7 @@ from dask_cml.errors import ClusterExists
 from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options
 from dask_cml.options.limits import check_new
-from dask_cml.private_files import make_folder
+from dask_cml.private_files import make_folder, naming
 from dask_cml.sessions import tls
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.session_logs import log_folder
@@ -49,13 +49,14 @@ def fill_folder(options: Options, place: Place, keys: Keys) -> None:
     Raises
     ------
     ValueError
-        If the cluster exceeds a limit of the site. Nothing is written then.
+        If the cluster exceeds a limit of the site; nothing is written then. Or if the folder of the logs
+        cannot be made.
     """
     check_new(options)  # only now it is known that no running cluster is to be connected to
     tls.write(keys.files)
     if options.log_directory is not None:
-        logs = log_folder(place.folder, options.log_directory)
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with naming("log_directory", options.log_directory):
+            log_folder(place.folder, options.log_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def new_folder(folder: Path) -> None:
@@ -68,7 +69,8 @@ def new_folder(folder: Path) -> None:
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
-    make_folder(folder.parent)
+    with naming("cml.state-directory", folder.parent):
+        make_folder(folder.parent)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

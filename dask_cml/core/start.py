@@ -8,8 +8,10 @@ from typing import Any
 
 from distributed.core import Status
 from distributed.utils import import_term
+from distributed.worker import Worker
 
 from dask_cml.cancellation import cancel, gather_or_cancel
+from dask_cml.checks import message
 from dask_cml.core.interface import Cluster
 from dask_cml.core.launches import Launches
 from dask_cml.core.processes import Processes
@@ -27,6 +29,28 @@ def class_of(spec: Mapping[str, Any]) -> Any:
     """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
     cls = spec["cls"]
     return import_term(cls) if isinstance(cls, str) else cls
+
+
+def check_worker_class(options: Options) -> None:
+    """Refuse a class of Dask workers that cannot be imported. Every session would fail.
+
+    Raises
+    ------
+    ValueError
+        If this process, whose packages the sessions have, cannot import it.
+    """
+    name = options.worker_class
+    if name is None or "PYTHONPATH" in options.env:  # where it may be
+        return
+    try:
+        found, why = import_term(name), "it is none"
+    except Exception as error:  # of its module: any
+        found, why = None, repr(error)
+    if not (isinstance(found, type) and issubclass(found, Worker)):
+        expected = (
+            f"the name of a class of Dask workers that can be imported, such as 'my_package.MyWorker' ({why})"
+        )
+        raise ValueError(message("worker_class", name, expected))
 
 
 def scheduler_spec(api: WorkersAPI, options: Options, place: Place) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Option:
     description : str
         What it is, in sentences. Backticks mark code.
     least, most : int, optional
-        Bounds of a whole number.
+        Bounds of a number. A string with a unit may exceed them.
     choices : tuple of str
         All valid values.
     refused : mapping of str to tuple of str

@@ -42,6 +42,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             checks.gibibytes,
             2,
             'Memory of one worker session, in GiB, or a string such as "16 GiB".',
+            most=checks.MOST_GIB_OF_SESSION,
             elsewhere=("memory_limit", "worker_memory", "worker_mem"),
             is_grouped=True,
         ),
@@ -107,6 +108,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             'Local disk of one worker session, in GiB, or a string such as "50 GB". Its Dask workers '
             'spill at most 80 % of it, unless Dask\'s `distributed.worker.memory.max-spill` is set. "none" '
             "if it is unlimited. CML's default is 10 GB.",
+            most=checks.MOST_GIB_OF_SESSION,
             is_grouped=True,
         ),
         Argument(
@@ -209,6 +211,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             checks.gibibytes,
             2,
             'Memory of the scheduler\'s session, in GiB, or a string such as "4 GiB".',
+            most=checks.MOST_GIB_OF_SESSION,
             elsewhere=("scheduler_mem",),
         ),
         Argument(

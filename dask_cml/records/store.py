@@ -42,6 +42,7 @@ from dask_cml.private_files import (
     check_folder,
     is_gone,
     make_folder,
+    naming,
     read_file,
     report_ignored,
     write_file,
@@ -91,13 +92,14 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     CMLError
         If the record exceeds a megabyte, so that no process would read it.
     ValueError
-        If no cluster can have this name.
+        If no cluster can have this name, or the state directory cannot be made.
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
     _check_name(record.name)
     directory = record.folder.parent
-    make_folder(directory)
+    with naming("cml.state-directory", directory):
+        make_folder(directory)
     # The complete folder gets its name in one step, so a crash leaves no folder with this name but no record.
     temporary = directory / f".claim-{secrets.token_hex(8)}"
     make_folder(temporary)
