@@ -13,10 +13,10 @@ from clusters import make, rebuild
 from distributed import Client
 
 from dask_cml import CMLCluster
+from dask_cml.inheritance import take_out
 from dask_cml.layout import TAKEN_OUT
 from dask_cml.options import Options, state_directory
 from dask_cml.options.configuration import MAPPINGS, inherited, setting
-from dask_cml.taken_out import take_out
 
 
 @pytest.fixture

@@ -10,11 +10,13 @@ from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.checks import gibibytes, integer, memory_reserve, message, positive
+from dask_cml.layout import PROGRAM_FOLDER
 from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
 from dask_cml.options.option import Argument
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, MOST_SESSIONS, OPTIONS
+from dask_cml.sessions.here import program_folder
 
 if TYPE_CHECKING:
     from distributed.security import Security
@@ -218,8 +220,10 @@ class Options:
         ]
 
     def inheriting(self) -> Options:
-        """Return these options for new sessions, with this process's Dask configuration in `env`."""
-        return replace(self, env={**inherited(state_directory()), **self.env})
+        """Return these options for new sessions, with this process's configuration and folder in `env`."""
+        folder = program_folder()
+        found = {} if folder is None else {PROGRAM_FOLDER: folder}
+        return replace(self, env={**found, **inherited(state_directory()), **self.env})
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`read` restores these options, as JSON represents them."""

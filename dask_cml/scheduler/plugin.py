@@ -26,6 +26,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.handshake import limit_handshakes
+from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
 from dask_cml.scheduler import dashboard
@@ -500,6 +501,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
     limit_handshakes()
+    find_modules()
     foreign_sockets = dashboard.protect(scheduler)
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), foreign_sockets)
     try:

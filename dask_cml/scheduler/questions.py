@@ -20,6 +20,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, within
 from dask_cml.handshake import limit_handshakes
+from dask_cml.inheritance import find_modules, take_out
 from dask_cml.layout import CLUSTER
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler import dashboard
@@ -28,7 +29,6 @@ from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.messages import Names, checked
-from dask_cml.taken_out import take_out
 from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
@@ -199,6 +199,7 @@ class WorkerQuestions(SchedulerPlugin):
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin in a scheduler without a record, for ``dask scheduler --preload``."""
     limit_handshakes()
+    find_modules()
     dashboard.protect(scheduler)
     plugin = WorkerQuestions(os.environ.get(CLUSTER, ""))
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -27,6 +27,7 @@ from dask_cml.layout import (
     HOSTS,
     NANNY_PRELOAD,
     NUMBER,
+    PROGRAM_FOLDER,
     SCHEDULER,
     WORKER,
     WORKER_GROUP,
@@ -296,6 +297,9 @@ def _plan(
         session["n_expanded"] = len(words)
     # Not as they are: the session could no longer know the value that a `$PATH` in PATH means.
     expanded = {variable: text for variable, text in options.env.items() if _EXPANDS.search(text)}
+    if options.worker_class is not None and (folder := options.env.get(PROGRAM_FOLDER)):
+        # `dask worker` imports the class before our module finds modules there.
+        expanded["PYTHONPATH"] = f"{options.env.get('PYTHONPATH', '$PYTHONPATH')}:{folder}"
     if expanded:
         session["expanded_variables"] = EXPANDED
     code = session_code(f"{role} of the Dask cluster {options.name!r}", session)

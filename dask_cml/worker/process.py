@@ -29,9 +29,9 @@ from distributed.worker import Worker
 
 from dask_cml import compat
 from dask_cml.handshake import limit_handshakes
+from dask_cml.inheritance import find_modules, take_out
 from dask_cml.layout import NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
-from dask_cml.taken_out import take_out
 from dask_cml.worker import gpus
 
 logger = logging.getLogger("distributed.worker.dask_cml")
@@ -57,6 +57,7 @@ async def dask_setup(server: Any) -> None:
     _ignore_sigterm()
     if isinstance(server, Worker):
         _come_first(has_nanny=server.nanny is not None)
+        find_modules()
         server.startup_information["cml"] = _about
     if isinstance(server, Nanny):
         _report_exits(server)
