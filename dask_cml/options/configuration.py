@@ -30,6 +30,7 @@ _SECTIONS = frozenset([*dask.config.defaults[0], "distributed"])
 _ENTRY = re.compile(r"(DASK_CML__(?:WORKER_GROUPS__.+?__)?(?:ENV|RESOURCES))__(.+)")
 #: The options of Dask whose values are mappings of any names, not sections with options.
 MAPPINGS = (
+    "distributed.comm.ucx.environment",  # of earlier releases
     "distributed.nanny.environ",
     "distributed.nanny.pre-spawn-environ",
     "distributed.scheduler.dashboard.bokeh-application",
