@@ -36,6 +36,8 @@ EXPANDED = "DASK_CML_EXPANDED"
 WORKER, WORKER_GROUP = "DASK_CML_WORKER", "DASK_CML_WORKER_GROUP"
 #: The environment variable with the numbers of the GPUs of a session's Dask workers, such as ``0,2 1,3``.
 GPUS = "DASK_CML_GPUS"
+#: The environment variable of a Dask worker whose session has too few GPUs, such as ``1 of 2``.
+FOUND_GPUS = "DASK_CML_FOUND_GPUS"
 #: The environment variable with the modules that nannies preload, which Dask reads.
 NANNY_PRELOAD = "DASK_DISTRIBUTED__NANNY__PRELOAD"
 #: The environment variable with the names of clients in a session of a cluster, which Dask reads.

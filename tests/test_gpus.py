@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from distributed import Client
 
 from dask_cml import CMLCluster
 from dask_cml.options import Options
+from dask_cml.records import store
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.worker import gpus
 
@@ -86,11 +88,17 @@ def test_gpus_are_counted_by_nvml_first(nvidia_smi, monkeypatch):
     assert gpus.count() == 2
 
 
-def test_a_session_without_a_driver_has_no_gpus(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("devices", "n"), [((), 0), (("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"), 2)]
+)
+def test_gpus_are_counted_by_their_devices_without_a_tool(monkeypatch, tmp_path, devices, n):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
-    assert gpus.count() == 0
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    for device in devices:
+        (tmp_path / device).touch()
+    assert gpus.count() == n
 
 
 # -- which workers run
@@ -100,12 +108,12 @@ def test_a_session_without_a_driver_has_no_gpus(monkeypatch, tmp_path):
     ("options", "nworkers", "shares"),
     [
         ({}, 1, None),
-        ({"nvidia_gpu": 1}, 1, None),
+        ({"nvidia_gpu": 1}, 1, "0"),
         ({"nvidia_gpu": 2}, 2, "0 1"),
         ({"nvidia_gpu": 4, "processes": 2}, 2, "0,2 1,3"),
         ({"nvidia_gpu": 3, "processes": 2}, 2, "0,2 1"),
         ({"nvidia_gpu": 2, "processes": 4}, 4, "0 1 0 1"),
-        ({"nvidia_gpu": 2, "processes": 1}, 1, None),
+        ({"nvidia_gpu": 2, "processes": 1}, 1, "0,1"),
         ({"processes": 2}, 2, None),
     ],
 )
@@ -193,9 +201,44 @@ async def test_each_worker_of_a_session_sees_its_own_gpu(
         named = {"mine-0-0": expected[0], "mine-0-1": expected[1]}
         assert await seen(cluster, client) == named
         log = (await cluster.get_logs())["mine-0"]
-        assert log.count("WARNING - 1 of 2 GPUs found in this session: its workers") == (found == 1)
+        said = re.findall(r"WARNING - Worker mine-0-(\d): 1 of 2 GPUs found in this session", log)
+        assert sorted(said) == (["0", "1"] if found == 1 else [])
         await client.restart()
         assert await seen(cluster, client) == named
+
+
+@pytest.mark.slow
+@pytest.mark.images
+@pytest.mark.parametrize("worker_args", [[], ["--no-nanny"]])
+async def test_a_session_without_a_gpu_is_told_in_its_log_and_to_every_user(
+    platform, nvidia_smi, holds, worker_args
+):
+    nvidia_smi(0)
+    group = {"n_workers": 2, "nvidia_gpu": 1, "worker_args": worker_args}
+    async with (
+        make(name="mine", worker_groups={"gpu": group}) as cluster,
+        make(name="mine", create_mode="connect") as remote,
+    ):
+        await holds(lambda: arrived(cluster) == 2)
+        words = (
+            r"worker mine-gpu-\d found 0 of 1 GPUs in its session(, and so did 1 more)?; tasks run there "
+            "nevertheless; start from an image with CUDA, or ask your CML administrator"
+        )
+        await holds(lambda: "1 more" in str(cluster.problem) and "1 more" in str(remote.problem))
+        await holds(lambda: "GPU" in log_of(cluster))
+        assert re.fullmatch(words, cluster.problem)
+        assert re.fullmatch(words, remote.problem)
+        assert re.fullmatch(f"Cluster mine: {words}", log_of(cluster))
+        assert re.search(f"problem: {words}", repr(cluster))
+        # The scheduler writes its file a moment later.
+        while not (problem := (await asyncio.to_thread(store.read, "mine")).scheduler.workers.problem):
+            await asyncio.sleep(0.05)
+        assert re.fullmatch(words, problem)
+        for name in "mine-gpu-0", "mine-gpu-1":
+            log = (await cluster.get_logs())[name]
+            assert f"WARNING - Worker {name}: 0 of 1 GPUs found in this session" in log
+        await cluster.scale(0, worker_group="gpu")
+        await holds(lambda: cluster.problem is remote.problem is None)
 
 
 @pytest.fixture

@@ -333,6 +333,7 @@ async def test_the_page_lists_the_message_about_a_name_that_was_taken(it, seen):
 
 
 @provokes(
+    "Worker found … of … GPUs",
     "Worker has spilled or is paused",
     "Worker lost: bus error",
     "Worker lost: its program failed",
@@ -371,6 +372,11 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
         health.look([worker], 0.0)
         health.look([worker], timing.pause)
         seen.append(f"Cluster night: {health.problem}")
+    health.look(
+        [SimpleNamespace(name="night-gpu-0", status=Status.running, extra={"cml": {"found_gpus": "0 of 1"}})],
+        0.0,
+    )
+    seen.append(f"Cluster night: {health.without_gpus}")
 
 
 def worker_sessions(cluster):

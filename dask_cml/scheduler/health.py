@@ -1,4 +1,4 @@
-"""What is wrong with Dask workers: some are paused, and some were started again by their nanny."""
+"""What is wrong with Dask workers: some are paused, some were restarted by their nanny, some lack GPUs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _GIB = 2**30
 _ENDED = "its process ended; it crashed, or the memory of its session was full"
 #: What helps against full memory.
 _ADVICE = "give workers more memory (memory=) or fewer threads (nthreads=), or work on smaller chunks"
+
+_GPU_ADVICE = "tasks run there nevertheless; start from an image with CUDA, or ask your CML administrator"
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,16 @@ class Health:
     Attributes
     ----------
     problem : str or None
-        The present problem, as a clause.
+        The present problem of their memory or their processes, as a clause.
+    without_gpus : str or None
+        Which workers lack GPUs, as a clause. None if none does.
     restarts : list of Restart
         The last restarts, the oldest first.
     """
 
     def __init__(self) -> None:
         self.problem: str | None = None
+        self.without_gpus: str | None = None
         self.restarts: list[Restart] = []
         self._last: dict[str, dict[str, Any]] = {}
         #: The memory with which a nanny has ended a worker, by the worker's address.
@@ -126,7 +131,7 @@ class Health:
         self._restarted_at = now
 
     def look(self, workers: Iterable[WorkerState], now: float) -> None:
-        """Find the present problem.
+        """Find the present problems.
 
         Parameters
         ----------
@@ -135,6 +140,8 @@ class Health:
         now : float
             The monotonic time.
         """
+        workers = [*workers]
+        self.without_gpus = _gpu_words(workers)
         paused = [worker for worker in workers if worker.status == Status.paused]
         self._paused_since = {
             worker.address: self._paused_since.get(worker.address, now) for worker in paused
@@ -165,3 +172,13 @@ def _paused_words(paused: list[WorkerState]) -> str | None:
     most = sum(worker.memory_limit for worker in paused) / _GIB
     subject = f"worker {paused[0].name} is" if len(paused) == 1 else f"{len(paused)} workers are"
     return f"{subject} paused and starts no tasks: {used:.2f} of {most:.2f} GiB memory are used; {_ADVICE}"
+
+
+def _gpu_words(workers: list[WorkerState]) -> str | None:
+    """Describe workers whose sessions have too few GPUs. Return None if there are none."""
+    found = [(worker.name, (worker.extra.get("cml") or {}).get("found_gpus")) for worker in workers]
+    lacking = [f"{name} found {numbers} GPUs" for name, numbers in found if numbers]
+    if not lacking:
+        return None
+    more = f", and so did {len(lacking) - 1} more" if lacking[1:] else ""
+    return f"worker {lacking[0]} in its session{more}; {_GPU_ADVICE}"

@@ -81,6 +81,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         #: Counts the Dask workers that have connected or left, also as far as watchers know.
         self._moves = self._known_moves = 0
         self._problem: str | None = None
+        self._without_gpus: str | None = None
         #: Since when no task has waited or run, in seconds since 1970, and the time that watchers know.
         self._idle_since: float | None = None
         self._known_idle_since: float | None = None
@@ -183,7 +184,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "groups": dict(groups),
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
-            "problem": self._board.report.get("problem") or self._problem or self._resident.problem,
+            "problem": self._board.report.get("problem")
+            or self._problem
+            or self._without_gpus
+            or self._resident.problem,
             "idle_since": self._idle_since,
         }
 
@@ -351,6 +355,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "n_users": self._known_users,
             "moves": self._moves,
             "problem": self._problem,
+            "without_gpus": self._without_gpus,
             "restarts": self._questions.health.restarts_to_json(),
             "idle_since": self._known_idle_since,
             "tasks_done": self._tasks_done(),
@@ -433,9 +438,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Tell watchers what is wrong with the Dask workers, and whether any have connected or left."""
         health = self._questions.health
         health.look(self._scheduler.workers.values(), time.monotonic())
-        news = (health.problem, self._moves, self._find_idle_time())
-        if news != (self._problem, self._known_moves, self._known_idle_since):
-            self._problem, self._known_moves, self._known_idle_since = news
+        news = (health.problem, health.without_gpus, self._moves, self._find_idle_time())
+        if news != (self._problem, self._without_gpus, self._known_moves, self._known_idle_since):
+            self._problem, self._without_gpus, self._known_moves, self._known_idle_since = news
             self._board.touch()
             self._publish()
 

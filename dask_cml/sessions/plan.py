@@ -194,13 +194,12 @@ def plan_worker(
         arguments.append(address)
     share = int(options.worker_memory * 2**30) // options.processes
     arguments += ["--name", name, *_preloads("worker", "--preload", "dask_cml.worker.process")]
-    command, env = _worker_command(options), _spill_limit(options)
+    command, env = _worker_command(options), _spill_limit(options) | _gpus(options)
     if runs_one_per_gpu(command):  # dask-cuda lacks the arguments
         env[NANNY_PRELOAD] = repr(_preloaded("nanny", "dask_cml.worker.process"))
     else:
         arguments += _preloads("nanny", "--preload-nanny", "dask_cml.worker.process")
         arguments += ["--nworkers", str(options.processes)]
-        env |= _gpus(options)
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
     arguments += ["--memory-limit", str(share), "--death-timeout", str(timeout)]
     # Without a dashboard, a worker still serves health and metrics by plain HTTP, on all interfaces by
@@ -226,12 +225,12 @@ def _worker_command(options: Options) -> Sequence[str]:
 
 
 def _gpus(options: Options) -> dict[str, str]:
-    """Return the environment variable with the GPUs of each of several Dask workers.
+    """Return the environment variable with the GPUs of each Dask worker of a session.
 
     They are dealt out in turn. With fewer workers than GPUs, some have several; with more, some share one.
     """
     n, gpus = options.processes, range(options.nvidia_gpu)
-    if n == 1 or not gpus:
+    if not gpus:
         return {}
     shares = [gpus[i::n] or [i % len(gpus)] for i in range(n)]
     return {GPUS: " ".join(",".join(map(str, share)) for share in shares)}

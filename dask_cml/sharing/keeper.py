@@ -218,6 +218,8 @@ class Keeper:
         restarts = {restart.number: str(restart) for restart in board.restarts}
         if board.problem and board.problem not in restarts.values():
             lines["memory"] = f": {board.problem}"
+        if board.without_gpus:
+            lines["gpus"] = f": {board.without_gpus}"
         for number, restart in restarts.items():
             if number > self._last_restart:
                 self._cluster.tell(f"Cluster {self._record.name}: {restart}")

@@ -46,8 +46,8 @@ class BoardState:
         What the keeper reports of the sessions, see :class:`dask_cml.sharing.report.Report`.
     moves : int
         Counts the Dask workers that have connected or left.
-    problem : str or None
-        What is wrong with the Dask workers, as a clause.
+    problem, without_gpus : str or None
+        What is wrong with the Dask workers' memory or processes, and which lack GPUs, as clauses.
     restarts : sequence of Restart
         The Dask workers that their nannies have started again lately.
     idle_since : float or None
@@ -71,6 +71,7 @@ class BoardState:
     report: Mapping[str, Any] = field(default_factory=dict)
     moves: int = 0
     problem: str | None = None
+    without_gpus: str | None = None
     restarts: Sequence[Restart] = ()
     idle_since: float | None = None
     tasks_done: int = 0

@@ -153,7 +153,7 @@ class Sharing(Alone):
     @property
     def workers_problem(self) -> str | None:
         """What is wrong with the Dask workers, as a clause."""
-        return self.link.board.problem
+        return self.link.board.problem or self.link.board.without_gpus
 
     @property
     def address(self) -> str | None:

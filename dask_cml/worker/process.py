@@ -30,7 +30,7 @@ from distributed.worker import Worker
 from dask_cml import compat
 from dask_cml.handshake import limit_handshakes
 from dask_cml.inheritance import find_modules, take_out
-from dask_cml.layout import NANNY_PRELOAD, WORKER, WORKER_GROUP
+from dask_cml.layout import FOUND_GPUS, NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
 from dask_cml.worker import gpus
 
@@ -59,10 +59,12 @@ async def dask_setup(server: Any) -> None:
         _come_first(has_nanny=server.nanny is not None)
         find_modules()
         server.startup_information["cml"] = _about
+        if server.nanny is None:
+            await gpus.assign(str(server.name), os.environ)
     if isinstance(server, Nanny):
         _report_exits(server)
         _forget_preloads(server)
-        await gpus.assign(server)
+        await gpus.assign(str(server.name), server.env)
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
@@ -162,11 +164,12 @@ def _come_first(has_nanny: bool) -> None:
 
 
 async def _about(worker: Worker) -> dict[str, Any]:
-    """Return what the scheduler keeps of a worker: its session with name and group, and its spill limit."""
+    """Return what the scheduler keeps of a worker: its session, name, group, GPUs, and spill limit."""
     most = dask.config.get("distributed.worker.memory.max-spill")
     return {
         "session": os.environ.get("CDSW_ENGINE_ID"),
         "name": os.environ.get(WORKER),
         "group": os.environ.get(WORKER_GROUP),
+        "found_gpus": os.environ.get(FOUND_GPUS),
         "max_spill": None if not most else parse_bytes(most),
     }
