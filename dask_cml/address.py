@@ -23,14 +23,15 @@ from distributed.comm.registry import Backend, get_backend
 from distributed.security import Security
 
 from dask_cml import compat, errors
+from dask_cml.core.at_exit import unclosed
 from dask_cml.handshake import LimitedConnector
 from dask_cml.options import state_directory
 from dask_cml.output import Logger
-from dask_cml.protocol import END
+from dask_cml.protocol import END, TOLD
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import SCHEME, Record
-from dask_cml.sessions import tls
+from dask_cml.sessions import here, tls
 
 logger = Logger(__name__)
 
@@ -56,6 +57,8 @@ _connections: dict[str, object] = {}
 _schedulers: dict[str, str] = {}
 #: The ids of their records.
 _records: dict[str, str] = {}
+#: When the last line of a cluster was told, by its scheduler's address.
+_told_at: dict[str, float] = {}
 
 
 class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
@@ -182,7 +185,7 @@ def _log_end(name: str, why: str, clients: Collection[Client]) -> None:
 
 
 def _prepare_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
-    """Give this process's clients of an address the keys for workers, and tell them of the cluster's end.
+    """Give this process's clients of an address the keys for workers, and let them hear of the cluster.
 
     Dask registers a client after its first connection. So search for it repeatedly for some seconds.
     """
@@ -199,6 +202,7 @@ def _prepare_clients(address: str, security: Security | None, connection_args: d
             if client.id not in prepared and client.status == "running":
                 prepared.add(client.id)
                 _close_at_end(client, unquote(address))
+                _log_lines(client, address)
         if pause <= _LAST_PAUSE:
             asyncio.get_running_loop().call_later(pause, search, 2 * pause)
 
@@ -216,6 +220,23 @@ def _close_at_end(client: Client, name: str) -> None:
         await client._close()
 
     client.subscribe_topic(END, close)
+
+
+def _log_lines(client: Client, address: str) -> None:
+    """Log in a client's process what the keeper, such as the Jupyter server, tells its own user."""
+    name, record, scheduler = unquote(address), _records[address], _schedulers[address]
+
+    def log(event: tuple[float, Mapping[str, Any]]) -> None:
+        told_at, message = event
+        if told_at <= _told_at.get(scheduler, 0.0):  # to another client of this process
+            return
+        _told_at[scheduler] = told_at
+        objects = [cluster for cluster in unclosed() if cluster.options.name == name]
+        # An object of the cluster says it itself, or is to be quiet. In a session of the cluster is no user.
+        if not (here.is_inside(record) or any(cluster.is_keeper or cluster.quiet for cluster in objects)):
+            logger.warning("%s", message.get("text"))
+
+    client.subscribe_topic(TOLD, log)
 
 
 def _cancel_futures(client: Client, why: str) -> None:

@@ -1608,6 +1608,7 @@ class CMLCluster(SpecCluster):
             output.say(text if advice is None else f"{text} {self._in_words(advice)}")
         if self.is_keeper:
             write_own_log(self.options, self.place, now, line)
+            self.sharing.tell_clients(text, advice)
 
     def _in_words(self, advice: Advice) -> str:
         """Return advice in the words of the place where this process prints."""

@@ -32,5 +32,7 @@ FORWARD = "cml_forward"
 EXITED = "cml-exited"
 #: The topic of the cluster's events in ``Client.get_events``.
 TOPIC = "cml"
+#: The topic of the lines that the keeper tells its user, for clients in other processes.
+TOLD = "cml-told"
 #: The topic of the event that the cluster ends, with the reason: clients do not wait for another scheduler.
 END = "cml-end"

@@ -498,3 +498,36 @@ async def test_a_script_ends_with_its_cluster(platform, light, tmp_path, holds, 
     if end == "shut down":
         assert lines[0].startswith("Client disconnected from cluster lab, which has ended: closed by ")
         assert sum(line.startswith("Traceback") for line in lines) == 1
+
+
+WITHOUT_WORKERS = """
+from distributed import Client
+
+with Client("cml://lab") as client, Client("cml://lab"):
+    print(client.submit(sum, [1, 2]).result())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.images
+async def test_a_client_reads_what_the_cluster_tells_the_process_that_keeps_it(
+    platform, light, tmp_path, caplog
+):
+    options = {"name": "lab", "platform": "local", "asynchronous": True, "quiet": True}
+    async with CMLCluster(**options) as cluster, Client("cml://lab", asynchronous=True):
+        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+        program = [sys.executable, "-c", WITHOUT_WORKERS]
+        script = await asyncio.create_subprocess_exec(*program, cwd=tmp_path, **pipes)
+        try:
+            line = (await asyncio.wait_for(script.stderr.readline(), 60)).decode()
+            cluster.scale(1)
+            out, error = await asyncio.wait_for(script.communicate(), 60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                script.kill()
+    assert line == (
+        "Cluster lab cannot run all tasks: 1 task waits, but the cluster has no workers: call "
+        "CMLCluster.from_name('lab').scale(n) or CMLCluster.from_name('lab').adapt()\n"
+    )
+    assert (out, error) == (b"3\n", b"")  # two clients, one line
+    assert "cannot run" not in caplog.text  # a client of the process that keeps it

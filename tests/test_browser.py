@@ -105,6 +105,26 @@ def test_the_sidebar_creates_scales_and_shuts_down_a_cluster(opened, server):
     assert store.records() == []
 
 
+def test_a_notebook_with_a_client_says_why_its_tasks_wait(opened):
+    lab = opened()
+    lab.open()
+    lab.new_button.click()
+    item = lab.item(MADE_HERE)
+    lab.lists(item, "Number of Workers: 1")
+    lab.scale(item, 0)
+    lab.lists(item, "Number of Workers: 0")
+    lab.open_notebook("waits.ipynb", "client.submit(sum, [1, 2]).result()")
+    lab.insert_client_code(item)
+    lab.run_cells()
+    assert_shows(
+        lab.notebook, "cannot run all tasks: 1 task waits, but the cluster has no workers: call CMLCluster."
+    )
+    lab.scale(item, 1)
+    assert_shows(lab.notebook.locator(".jp-OutputArea-executeResult").last, "3")
+    lab.shut_down(item)
+    lab.lists_no(item)
+
+
 def assert_shows(element, text):
     element.filter(has_text=text).wait_for()
 

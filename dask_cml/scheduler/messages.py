@@ -28,7 +28,10 @@ Count = Annotated[int, Meta(ge=0, le=MOST_SESSIONS)]
 #: Less than ten years.
 Seconds = Annotated[float, Meta(gt=0, lt=10 * 365 * 24 * 3600)]
 Names = Annotated[Collection[Text], Meta(max_length=MOST_SESSIONS)]
-Events = Annotated[Sequence[Mapping[Text, Text]], Meta(max_length=MOST_SESSIONS)]
+#: Maximum number of characters of a line that the keeper tells its user.
+LONGEST_LINE = 2000
+Line = Annotated[str, Meta(min_length=1, max_length=LONGEST_LINE)]
+Events = Annotated[Sequence[Mapping[Text, Line]], Meta(max_length=MOST_SESSIONS)]
 #: Options for JSON.
 Options = Mapping[Any, Any]
 

@@ -317,7 +317,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         groups : mapping
             The changes of worker groups.
         events : sequence of mapping
-            What has become of sessions, for Dask's log of events.
+            What has become of sessions, and the lines for clients, for Dask's log of events.
         """
         if keeper == self._board.keeper:
             changes = {name: change for name, change in groups.items() if name in self._board.groups}
@@ -325,7 +325,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                 self._board.change(changes)
             self._board.take_report(report, closed)
             for event in events:
-                self._scheduler.log_event(protocol.TOPIC, dict(event))
+                topic = protocol.TOLD if event.get("action") == "told" else protocol.TOPIC
+                self._scheduler.log_event(topic, dict(event))
             self._publish()
         return self._answer(keeper)
 

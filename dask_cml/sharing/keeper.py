@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml import protocol
+from dask_cml.advice import Advice, Close, Scale
 from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.core.processes import said_by
 from dask_cml.errors import CMLError
@@ -21,6 +22,7 @@ from dask_cml.records import store
 from dask_cml.records.record import Record
 from dask_cml.scheduler.board import BoardGroup, are_equal
 from dask_cml.scheduler.lifetime import NOTICE
+from dask_cml.scheduler.messages import LONGEST_LINE
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sharing.journal import Journal
@@ -28,6 +30,7 @@ from dask_cml.sharing.link import BoardState, Link
 from dask_cml.sharing.outbox import Outbox
 from dask_cml.sharing.report import Report
 from dask_cml.timing import timing
+from dask_cml.words import printable_lines, shortened
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -152,6 +155,16 @@ class Keeper:
     def event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session, for the scheduler's log of events."""
         self._events.append({"action": action, "session": session, **fields})
+
+    def tell_clients(self, text: str, advice: Advice | None) -> None:
+        """Tell the clients of other processes a line. They have no cluster object, but its name."""
+        if isinstance(advice, (Close, Scale)):
+            here, there = "cluster.", f"CMLCluster.from_name({advice.cluster!r})."
+            text = f"{text} {str(advice).replace(here, there)}"
+        elif advice is not None:
+            text = f"{text} {advice}"
+        line = shortened(printable_lines(text), LONGEST_LINE)
+        self._events.append({"action": "told", "cluster": self._record.name, "text": line})
 
     async def publish(self) -> None:
         """Write on the board what this process knows and wants, as far as it has changed. Log errors."""

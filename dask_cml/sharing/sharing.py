@@ -18,6 +18,7 @@ from distributed.comm.core import Comm
 from distributed.core import Status
 
 from dask_cml import compat
+from dask_cml.advice import Advice
 from dask_cml.checks import web_link
 from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import unclosed
@@ -534,6 +535,11 @@ class Sharing(Alone):
         """Note what has become of a session, for the scheduler's log of events."""
         if self._keeper is not None:
             self._keeper.event(action, session, **fields)
+
+    def tell_clients(self, text: str, advice: Advice | None) -> None:
+        """Tell the clients of other processes a line that :meth:`CMLCluster.tell` tells the user here."""
+        if self._keeper is not None:
+            self._keeper.tell_clients(text, advice)
 
     async def look(self) -> None:
         """Take over or stop sessions of the cluster that no process of it uses, as after a crash."""
