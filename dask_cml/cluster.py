@@ -160,7 +160,8 @@ class CMLCluster(SpecCluster):
         Default: none.
     launch_options : mapping, optional
         Additional parameters of CML's ``launch_workers`` for a worker session, such as
-        ``accelerator_label_id``. Default: none.
+        ``accelerator_label_id``. Or ``accelerator_label`` and ``rdma_network``: names of GPUs and networks,
+        of which the cluster finds the ids. Default: none.
     worker_groups : mapping of str to mapping, optional
         Additional worker groups by name, with their arguments of :meth:`add_worker_group`. Default: none.
     scheduler_cpu : float, optional
@@ -752,6 +753,7 @@ class CMLCluster(SpecCluster):
         self.check_running(f"worker group {name!r} not added")
         if name in self.groups:
             raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
+        await self.api.find_labels(options.launch_options)
         await self.sharing.add_group(name, options)
         await self._correct_state()
 

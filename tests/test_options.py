@@ -664,7 +664,7 @@ def test_a_representation_shows_no_value_that_may_be_secret():
     assert "s3cr3t" not in shown
 
 
-@pytest.mark.parametrize("name", ["no_such_thing", "rdma_network_selections"])
+@pytest.mark.parametrize("name", ["no_such_thing", "network_selections"])
 @pytest.mark.parametrize("argument", ["launch_options", "scheduler_launch_options"])
 def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub, name, argument):
     words = rf"invalid {argument} '{name}': expected parameters of the installed launch_workers: n, cpu"

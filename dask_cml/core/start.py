@@ -97,7 +97,11 @@ class Start:
         if strict and left < 1 + len(specs):
             raise LaunchRefused(scheduler.name, why, by="dask-cml")
         workers: dict[str, Any] = {}
-        if strict:  # before the scheduler's session is launched: a spec may be invalid
+        if strict:  # before the scheduler's session is launched: a spec or a label may be invalid
+            options = cluster.options
+            await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
+            for group in (options, *options.groups().values()):
+                await cluster.api.find_labels(group.launch_options)
             workers = {name: cluster.make_worker(name, spec) for name, spec in specs.items()}
         shown = None
         if display:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dask_cml import checks
@@ -55,6 +55,7 @@ def launch_workers(
     accelerator_label_id: int | None = None,
     resource_profile_id: int | None = None,
     resource_group_id: int | None = None,
+    rdma_network_selections: Sequence[Mapping[str, int]] = (),
 ) -> list[SessionInfo]:
     """Launch n sessions, each a process of this machine.
 
@@ -87,6 +88,8 @@ def launch_workers(
     resource_profile_id : int, optional
         Ignored.
     resource_group_id : int, optional
+        Ignored.
+    rdma_network_selections : sequence of mapping
         Ignored.
 
     Returns

@@ -168,8 +168,9 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             checks.launch_parameters,
             {},
             "Additional parameters of CML's `launch_workers` for a worker session, such as "
-            "`accelerator_label_id`. The cluster refuses parameters that the installed release of CML "
-            "does not support.",
+            "`accelerator_label_id`. Or `accelerator_label` and `rdma_network`: names of GPUs and networks, "
+            "of which the cluster finds the ids. The cluster refuses parameters that the installed release "
+            "of CML does not support.",
             elsewhere=("account", "custom_cluster_spec", "job_extra_directives", "queue"),
             refused={
                 "the cluster sets it": ("code", "script"),

@@ -34,6 +34,13 @@ _STOPPED_WITHIN = 30.0
 _IN_TIME = 1000
 
 
+def _labels() -> Any:
+    """Return what finds labels by their names, which few sites need."""
+    from dask_cml.sessions import labels
+
+    return labels
+
+
 class _Stopping:
     """The sessions of all clusters that this process has stopped, and that may not have ended."""
 
@@ -167,11 +174,25 @@ class WorkersAPI:
         parameters = inspect.signature(self.module.launch_workers).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
-        if unknown := sorted(name for name in names if name not in parameters):
+        ids = _labels().PARAMETERS
+        if unknown := sorted(name for name in names if ids.get(name, name) not in parameters):
             raise ValueError(
                 f"invalid {argument} {', '.join(map(repr, unknown))}: expected parameters of the installed "
                 f"launch_workers: {', '.join(parameters)}"
             )
+
+    async def find_labels(self, options: Mapping[str, Any], argument: str = "launch_options") -> None:
+        """Find the GPUs and networks that launch options name, before anything is launched with them.
+
+        Raises
+        ------
+        ValueError
+            If an option is invalid, or the site has no such label. The message lists the labels.
+        CMLError
+            If the platform does not say the labels.
+        """
+        if not _labels().PARAMETERS.keys().isdisjoint(options):
+            await self._calls.do("list", lambda: "labels", lambda: _labels().resolved(options, argument))
 
     # -- launch
 
@@ -220,7 +241,7 @@ class WorkersAPI:
 
     def _ask_for(self, plan: SessionPlan) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
-        options = {**asdict(plan.size), **plan.launch_options}
+        options = {**asdict(plan.size), **_labels().resolved(plan.launch_options)}
         # Not every release documents it, or has it.
         if "name" in inspect.signature(self.module.launch_workers).parameters:
             options["name"] = plan.title

@@ -228,6 +228,7 @@ class SimulatedPlatform(PlannedFaults):
         accelerator_label_id=None,
         resource_profile_id=None,
         resource_group_id=None,
+        rdma_network_selections=None,
     ):
         return self._launch(n, {k: v for k, v in locals().items() if k not in ("self", "n")})
 
