@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shlex
@@ -10,7 +11,8 @@ import site
 import socket
 import subprocess
 import sys
-from types import ModuleType
+import threading
+from types import ModuleType, SimpleNamespace
 
 import dask
 import psutil
@@ -21,9 +23,12 @@ from clusters import write_record
 from distributed import Client
 from distributed.versions import get_versions
 from packaging.requirements import Requirement
+from ports import free_port
+from served import TOKEN, PageServer
 
 from dask_cml import CMLCluster, cli
 from dask_cml.doctor import clusters, environment, examine
+from dask_cml.doctor.application import open_application
 from dask_cml.doctor.environment import Finding
 from dask_cml.options import state_directory
 from dask_cml.records.record import Maker, Record, SchedulerState
@@ -189,7 +194,7 @@ def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, mo
 def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
     for state, code in (("ok", 0), ("warning", 0), ("wrong", 1)):
         found = [Finding(state, "Words."), Finding("ok", "Words.")]
-        monkeypatch.setattr("dask_cml.doctor.examine", lambda names, timeout, found=found: iter(found))
+        monkeypatch.setattr("dask_cml.doctor.examine", lambda *_, found=found: iter(found))
         assert CliRunner().invoke(cli.cml, ["doctor"]).exit_code == code
 
 
@@ -574,3 +579,93 @@ def test_nothing_is_sent_to_the_address_of_a_cluster_without_keys(platform):
         other.setblocking(False)
         with pytest.raises(BlockingIOError):
             other.accept()
+
+
+# -- an Application that a program calls
+
+LOGIN = "<html>Log in</html>"
+NAMED = {"clusters": [], "user": {"name": "ann", "may_change": True}}
+READER = {"clusters": [], "user": {"name": "ann", "may_change": False}}
+
+
+@pytest.fixture
+def application(monkeypatch):
+    """An Application, with CML's entry before it. A test sets its answer."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.path, self.headers["Authorization"]))
+            status, content = page.answer
+            body = (content if isinstance(content, str) else json.dumps(content)).encode()
+            self.send_response(status)
+            self.send_header("Location", f"{page.url}/login")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    seen = []
+    monkeypatch.setenv("DASK_CML_APPLICATION_KEY", "s3cr3t")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        page = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", answer=(200, NAMED), seen=seen)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield page
+        server.shutdown()
+        thread.join()
+    assert all(request == ("/api/clusters", "Bearer s3cr3t") for request in seen)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "words"),
+    [
+        ((200, NAMED), "ok", "opens with the API key, and CML names ann in REMOTE-USER, who may change"),
+        (
+            (200, READER),
+            "warning",
+            "who may not change clusters there: to change them, send the web UI's token",
+        ),
+        (
+            (401, {"error": "The token is not"}),
+            "warning",
+            "but CML names no user: send the web UI's token, too",
+        ),
+        ((403, {"error": "refuses requests for host"}), "wrong", "refuses the request: refuses requests for"),
+        ((302, LOGIN), "wrong", "its answer is 302. Create an API key"),
+        ((401, LOGIN), "wrong", "its answer is 401. Create an API key"),
+        ((200, LOGIN), "wrong", "its answer is 200. Create an API key"),
+        ((200, "[]"), "wrong", "its answer is 200."),
+        ((200, {"user": None}), "wrong", "its answer is 200."),
+    ],
+)
+def test_what_an_application_says_to_an_api_key(application, answer, state, words):
+    application.answer = answer
+    finding = open_application(f"{application.url}/", 60)
+    assert finding.state == state
+    assert words in finding.words
+    assert "s3cr3t" not in finding.words
+    assert len(application.seen) == 1  # no redirect is followed
+
+
+def test_an_application_that_cannot_be_called_is_wrong(application, monkeypatch):
+    assert "expected an address that begins with https://" in open_application("dask.example.com", 60).words
+    finding = open_application(f"http://127.0.0.1:{free_port()}", 60)
+    assert (finding.state, "does not answer: " in finding.words) == ("wrong", True)
+    monkeypatch.delenv("DASK_CML_APPLICATION_KEY")
+    finding = open_application(application.url, 60)
+    assert (finding.state, "with the audience Application" in finding.words) == ("wrong", True)
+    assert application.seen == []
+
+
+def test_the_real_web_ui_tells_doctor_who_may_change_clusters(platform, tmp_path, monkeypatch):
+    """Without CML's entry, an API key names nobody. The web UI's own token is as good as a name."""
+    with PageServer(tmp_path) as server:
+        monkeypatch.setenv("DASK_CML_APPLICATION_KEY", "s3cr3t")
+        finding = open_application(server.url, 60)
+        assert (finding.state, "but CML names no user" in finding.words) == ("warning", True)
+        monkeypatch.setenv("DASK_CML_APPLICATION_KEY", TOKEN)
+        done = subprocess.run(command("--application", server.url, "--json"), capture_output=True, text=True)
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert found["Application"]["state"] == "ok"

@@ -61,6 +61,7 @@ from dask_cml.serve import views
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.serve.servers import Dashboards, make_application, serve, serve_dashboards
+from dask_cml.sessions.here import this_user
 from dask_cml.sessions.session_logs import SessionLogs
 
 SECRET = "correct-horse-battery"
@@ -1064,6 +1065,42 @@ async def test_only_the_configured_users_change_clusters(server, name, may_chang
     assert ("cml.serve.users" in answer.text) is not may_change
     page = await server.ask("GET", "/", token=False, **headers)
     assert ("cml.serve.users" in page.text) is not may_change
+
+
+#: An API key of CML, by which its entry lets a program in. The entry may send it on.
+API_KEY = {"Authorization": "Bearer 0123.abcd"}
+
+
+@pytest.mark.parametrize(
+    "named", [{}, {"REMOTE-USER": "bob"}, {"REMOTE-USER": "bob", "REMOTE-USER-PERM": "RO"}]
+)
+async def test_a_program_sends_the_token_beside_an_api_key_of_cml(server, named):
+    server.access.behind_entry = True
+    headers = {**API_KEY, **named, "Dask-CML-Token": server.access.token}
+    answer = await server.ask("GET", "/api/clusters", token=False, **headers)
+    assert answer.json["user"] == {"name": named.get("REMOTE-USER", this_user()), "may_change": True}
+    # It needs no cookie, either.
+    assert (await server.ask("DELETE", "/api/clusters/none", token=False, **headers)).status == 404
+
+
+async def test_an_api_key_of_cml_whose_user_cml_names_needs_no_token(server):
+    server.access.behind_entry = True
+    headers = {**API_KEY, "REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
+    answer = await server.ask("GET", "/api/clusters", token=False, **headers)
+    assert answer.json["user"] == {"name": "alice", "may_change": True}
+    assert (await server.ask("DELETE", "/api/clusters/none", token=False, **headers)).status == 404
+    answer = await server.ask("GET", "/api/clusters", token=False, **headers, **{"Dask-CML-Token": "x"})
+    assert answer.json["user"] == {"name": "alice", "may_change": True}
+
+
+async def test_an_api_key_of_cml_alone_is_no_token_and_the_answer_says_what_to_send(server):
+    server.access.behind_entry = True
+    answer = await server.ask("GET", "/api/clusters", token=False, **API_KEY)
+    assert answer.status == 401
+    assert "send the web UI's token, too, in the header Dask-CML-Token" in answer.json["error"]
+    assert "0123.abcd" not in answer.text
+    answer = await server.ask("GET", "/api/clusters", token=False, **{"Dask-CML-Token": "x"})
+    assert answer.status == 401
 
 
 def test_users_that_are_no_list_are_refused():

@@ -313,8 +313,14 @@ class _LogPrinter:
     show_default=True,
     help="Time limit of each check in seconds.",
 )
+@click.option(
+    "--application",
+    metavar="URL",
+    help="Address of a web UI that runs as an Application: whether a program can open it with an API key of "
+    "CML, from the variable DASK_CML_APPLICATION_KEY.",
+)
 @as_json
-def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
+def doctor(names: Sequence[str], timeout: float, application: str | None, as_json: bool) -> None:
     """Check this environment and running clusters.
 
     The command prints commands that fix problems. NAMES are the clusters to check. Default: all of the
@@ -323,7 +329,7 @@ def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
     from dask_cml.doctor import examine
 
     findings = []
-    for finding in examine(names, timeout):
+    for finding in examine(names, timeout, application):
         findings.append(finding)
         if not as_json:
             click.echo(finding.render())

@@ -23,9 +23,16 @@ logger = get_logger(__name__)
 
 #: Browsers never add this header without a script, so these requests need no XSRF token.
 _BEARER = "Bearer "
+#: The header for the token beside an API key of CML, which is the bearer token of a program's requests there.
+#: Pages of other sites cannot add it either.
+_TOKEN_HEADER = "Dask-CML-Token"
 #: Sets the token, for programs that cannot read the output of ``dask cml serve``.
 TOKEN_VARIABLE = "DASK_CML_SERVE_TOKEN"
 _MAY_CHANGE = "RW"
+_UNKNOWN_TOKEN = (
+    "The token is not that of this web UI. If it is an API key of CML, CML names no user with it: send the "
+    f"web UI's token, too, in the header {_TOKEN_HEADER}."
+)
 #: The page loads nothing from other sites.
 POLICY = "default-src 'self'; img-src 'self' data:"
 #: The status of the answer to an expected error. The first class counts.
@@ -93,7 +100,7 @@ class Access:
         if self.behind_entry:
             return (
                 "CML has named no user: open the web UI by its link in CML. A program sends the token that "
-                f"{TOKEN_VARIABLE} sets."
+                f"{TOKEN_VARIABLE} sets, in the header {_TOKEN_HEADER}."
             )
         return "Open the link that `dask cml serve` printed, or send the token in it."
 
@@ -106,23 +113,23 @@ class Access:
         return str(request.uri).startswith(f"{self.path}/")
 
     def user(self, request: HTTPServerRequest) -> User | None:
-        """Return the user that CML's ingress names, or the user with the token, or None."""
-        name = request.headers.get("REMOTE-USER")
-        if self.behind_entry and name:
+        """Return the user with the token, or the user that CML's ingress names, or None."""
+        name = request.headers.get("REMOTE-USER") if self.behind_entry else None
+        if any(map(self.accepts, tokens(request))):
+            return User(name or this_user(), may_change=True)
+        if name:
             if self._users is not None:
                 return User(name, name in self._users)
             return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
         cookie = request.cookies.get(self.cookie) if self.is_below_path(request) else None
-        for token in (bearer(request), cookie.value if cookie else None):
-            if self.accepts(token):
-                return User(this_user(), may_change=True)
-        return None
+        return User(this_user(), may_change=True) if cookie and self.accepts(cookie.value) else None
 
 
-def bearer(request: HTTPServerRequest) -> str | None:
-    """Return the token in a request's Authorization header, if it contains one."""
+def tokens(request: HTTPServerRequest) -> list[str]:
+    """Return the tokens that a program has sent: the bearer token may be an API key of CML instead."""
     header = request.headers.get("Authorization", "")
-    return header[len(_BEARER) :] if header.startswith(_BEARER) else None
+    sent = [header[len(_BEARER) :]] if header.startswith(_BEARER) else []
+    return sent + request.headers.get_list(_TOKEN_HEADER)
 
 
 def is_expected(error: BaseException | None) -> bool:
@@ -200,10 +207,11 @@ class Handler(RequestHandler):
             self._take_token()
             return
         if self.current_user is None:
-            raise HTTPError(401, self.access.how_to_log_in)
+            words = _UNKNOWN_TOKEN if tokens(self.request) else self.access.how_to_log_in
+            raise HTTPError(401, words)
         if not reads and not self.current_user.may_change:
             raise HTTPError(403, f"You cannot change clusters: {self.access.read_only}.")
-        if not reads and bearer(self.request) is None:
+        if not reads and not tokens(self.request):
             self.check_xsrf_cookie()
 
     def _take_token(self) -> None:

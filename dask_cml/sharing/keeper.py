@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml import protocol
-from dask_cml.advice import Advice, Close, Scale
+from dask_cml.advice import Advice, Scale, ShutDown
 from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.core.processes import said_by
 from dask_cml.errors import CMLError
@@ -158,7 +158,7 @@ class Keeper:
 
     def tell_clients(self, text: str, advice: Advice | None) -> None:
         """Tell the clients of other processes a line. They have no cluster object, but its name."""
-        if isinstance(advice, (Close, Scale)):
+        if isinstance(advice, (Scale, ShutDown)):
             here, there = "cluster.", f"CMLCluster.from_name({advice.cluster!r})."
             text = f"{text} {str(advice).replace(here, there)}"
         elif advice is not None:
