@@ -48,6 +48,23 @@ async def test_it_counts_the_sessions_of_its_cluster(scheduler, comm):
     assert {group: about["sessions"] for group, about in answer["groups"].items()} == {"default": 1, "gpu": 1}
 
 
+async def test_a_client_that_waits_in_scatter_counts_as_a_task(scheduler, comm, holds):
+    async with Client(scheduler.address, asynchronous=True) as client:
+        scattering = asyncio.ensure_future(client.scatter([1, 2, 3], timeout=60))
+
+        async def waits():
+            return [(work["tasks"], work["resources"]) for work in (await comm.cml_demand())["work"]]
+
+        while await waits() != [(1, {})]:
+            await asyncio.sleep(0.01)
+        async with worker(scheduler, "mine-0"):
+            assert await client.gather(await scattering) == [1, 2, 3]
+            assert await waits() == []
+        with pytest.raises(TimeoutError):
+            await client.scatter([4], timeout=0.2)
+        assert await waits() == []
+
+
 async def test_it_knows_what_workers_hold_and_what_is_known_last_of_them(scheduler, comm, holds):
     async with Client(scheduler.address, asynchronous=True) as client:
         async with worker(scheduler, "mine-0"):

@@ -34,7 +34,7 @@ _MOST_BORROWED, _BORROWED_SECONDS = 100, 10.0
 Needs = tuple[tuple[str, float], ...]
 
 
-def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
+def known_demand(scheduler: Scheduler, cluster: str, scatters: int = 0) -> dict[str, Any]:
     """Return the work that a scheduler knows, and the sessions of a cluster.
 
     Parameters
@@ -43,6 +43,8 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         The scheduler.
     cluster : str
         The cluster's name.
+    scatters : int
+        The number of calls of ``Client.scatter`` under way. While no worker runs, each waits like a task.
 
     Returns
     -------
@@ -58,6 +60,8 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     """
     work: dict[Needs, Work] = {}
     restricted: dict[tuple[str, ...], float] = {}
+    if scatters and not scheduler.running:
+        _add(work, (), scatters, scatters * scheduler.UNKNOWN_TASK_DURATION)
     tasks, weight = _sample(scheduler.queued, _MOST_QUEUED)
     for task in tasks:
         _add(work, needs_of(task), weight, weight * duration_of(scheduler, task))

@@ -62,6 +62,8 @@ class WorkerQuestions(SchedulerPlugin):
         self.health = Health()
         self.leaving: list[str] = []
         self._cluster = cluster
+        #: The number of calls of `Client.scatter` under way, to any worker.
+        self._scatters = 0
         self._has_started = False
         self._states: dict[str, WorkerState] = {}
         self._retiring: set[asyncio.Future[Any]] = set()
@@ -74,6 +76,7 @@ class WorkerQuestions(SchedulerPlugin):
         self._has_started = True
         self._scheduler = scheduler
         scheduler.handlers |= {
+            "scatter": self.scatter,
             protocol.DEMAND: self.demand,
             protocol.HELD: self.held,
             protocol.LAST: self.last,
@@ -96,11 +99,20 @@ class WorkerQuestions(SchedulerPlugin):
         for callback in self._periodic:
             callback.stop()
 
+    async def scatter(self, **arguments: Any) -> Any:
+        """Send data of a client to workers, and count the call: Scheduler.scatter may wait for a worker."""
+        is_to_any = arguments.get("workers") is None
+        self._scatters += is_to_any
+        try:
+            return await self._scheduler.scatter(**arguments)
+        finally:
+            self._scatters -= is_to_any
+
     # -- questions
 
     def demand(self) -> dict[str, Any]:
         """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
-        return known_demand(self._scheduler, self._cluster)
+        return known_demand(self._scheduler, self._cluster, self._scatters)
 
     @checked
     def held(self, names: Names) -> dict[str, dict[str, float]]:
