@@ -22,7 +22,7 @@ from distributed.comm.core import Comm, Connector, FatalCommClosedError
 from distributed.comm.registry import Backend, get_backend
 from distributed.security import Security
 
-from dask_cml import compat, errors
+from dask_cml import compat, errors, output
 from dask_cml.core.at_exit import unclosed
 from dask_cml.handshake import LimitedConnector
 from dask_cml.options import state_directory
@@ -225,6 +225,7 @@ def _close_at_end(client: Client, name: str) -> None:
 def _log_lines(client: Client, address: str) -> None:
     """Log in a client's process what the keeper, such as the Jupyter server, tells its own user."""
     name, record, scheduler = unquote(address), _records[address], _schedulers[address]
+    output.follow_cells()
 
     def log(event: tuple[float, Mapping[str, Any]]) -> None:
         told_at, message = event
