@@ -426,9 +426,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._shut_down(reason)
 
     def _waits_in_vain(self, now: float) -> bool:
-        """Return whether tasks have waited for the idle time-out, without a worker and a user's process."""
-        is_idle = self._idle_since is not None
-        if is_idle or self._scheduler.workers or self._known_users or not self._scheduler.idle_timeout:
+        """Return whether tasks have waited for the idle time-out, and no worker is here or about to come."""
+        is_idle, sessions = self._idle_since is not None, self._board.report.get("sessions", ())
+        launched = self._board.keeper is not None and any(s.get("role") == "worker" for s in sessions)
+        has_help = launched or self._scheduler.workers or self._known_users
+        if is_idle or has_help or not self._scheduler.idle_timeout:
             self._waiting_since = None
             return False
         if self._waiting_since is None:

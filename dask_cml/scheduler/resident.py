@@ -55,7 +55,7 @@ class Resident:
         """Start the process if it has been needed for a while. It ends by itself."""
         now = time.monotonic()
         if not is_needed:
-            self._needed_since = None
+            self._needed_since = self.problem = None
             return
         if self._needed_since is None:
             self._needed_since = now

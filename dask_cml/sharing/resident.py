@@ -43,11 +43,12 @@ async def keep(name: str, closes: asyncio.Event) -> None:
             break
         await wait_until_set(closes, timing.retry)
     try:
-        if closes.is_set() and (why := await _why_ended(cluster)) is not None:
+        if not closes.is_set():
+            await cluster.leave()
+        elif (why := await _why_ended(cluster)) is not None:
             cluster.end_reason = why
             await cluster.shutdown()
-        else:
-            await cluster.leave()
+        # Else the scheduler is lost. This process ends with it, and carries out nothing more.
     except CMLError as error:
         logger.warning("%s", error)
 
