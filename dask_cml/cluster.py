@@ -1261,8 +1261,9 @@ class CMLCluster(SpecCluster):
         await super().__aexit__(kind, error, frames)
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        # Cluster.__exit__ (cluster.py:523) calls `close`, which ends a cluster for dask-ctl.
         self.ending.note_error(error)
-        super().__exit__(kind, error, frames)
+        self.ending.end_from_outside(self.ending.usual_how)
 
     def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a coroutine function. Remove the event loop's frames from errors that say all."""
@@ -1618,10 +1619,11 @@ class CMLCluster(SpecCluster):
 
 
 def close_all() -> None:
-    """Close the clusters of this process, and stop their sessions.
+    """Close the clusters of this process, as :meth:`CMLCluster.close` does.
 
-    A cluster that was created with ``asynchronous=True`` is closed by its own event loop. If this is called
-    there, it returns at once, and errors are logged.
+    It shuts down those that this process has created. Others keep running, and so do those that were created
+    with ``shutdown_on_close=False``. A cluster that was created with ``asynchronous=True`` is closed by its
+    own event loop. If this is called there, it returns at once, and errors are logged.
 
     Raises
     ------

@@ -257,7 +257,7 @@ class StartDisplay:
         session = getattr(process, "session", None)  # of a subclass, it may be any worker
         if session is None or process.launched_at is None:
             return name, "", "not launched yet", ""
-        duration = process.launched_for
+        duration = time.monotonic() - process.launched_at
         if session.status == "running":
             duration = self._ran_after.setdefault(session.id, duration)
         return session.name, session.id, status_of(session, connected), format_duration(duration)

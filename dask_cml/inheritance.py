@@ -29,7 +29,7 @@ def take_out() -> None:
     """
     own = dask.config.collect_env()
     for key, names in json.loads(os.environ.get(TAKEN_OUT) or "{}").items():
-        kept = dask.config.get(key, {}, config=own)
-        entries = dask.config.get(key, {})
+        kept = dask.config.get(key, {}, config=own) or {}
+        entries = dask.config.get(key, {}) or {}
         left = {name: value for name, value in entries.items() if name not in names or name in kept}
         dask.config.set({key: left})

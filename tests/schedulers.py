@@ -51,7 +51,15 @@ def prepare(
 
 def report(**values: Any) -> dict[str, Any]:
     """Return the message of a keeper that reports, by default with nothing new."""
-    return {"keeper": "keeper", "report": {}, "closed": [], "groups": {}, "events": [], **values}
+    return {
+        "keeper": "keeper",
+        "report": {},
+        "closed": [],
+        "groups": {},
+        "events": [],
+        "n_before": 0,
+        **values,
+    }
 
 
 @contextlib.asynccontextmanager

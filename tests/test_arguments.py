@@ -56,6 +56,17 @@ async def test_an_option_that_is_set_as_an_attribute_is_refused_with_advice(it, 
 
 
 @simulated
+async def test_a_subclass_may_have_attributes_of_these_names(it):
+    class Mine(CMLCluster):
+        def __init__(self, memory):
+            super().__init__(name="lab", memory=memory, asynchronous=True, quiet=True)
+            self.memory = memory
+
+    async with Mine(memory=3) as cluster:
+        assert cluster.memory == 3
+
+
+@simulated
 async def test_a_subclass_may_have_attributes_of_the_names_of_options(it):
     class WithMemory(CMLCluster):
         memory = 1

@@ -282,6 +282,17 @@ def test_sessions_do_not_get_back_what_a_user_takes_out_of_a_mapping(monkeypatch
         assert dask.config.get(ENVIRON) == {"OMP_NUM_THREADS": 1}
 
 
+def test_a_mapping_that_a_file_leaves_empty_takes_nothing_out(monkeypatch, tmp_path):
+    (tmp_path / "dask.yaml").write_text("distributed: {worker: {resources: }}")
+    monkeypatch.setattr(dask.config, "paths", [str(tmp_path)])
+    with dask.config.set({"distributed.worker.resources": {"A": 1}}):
+        assert TAKEN_OUT not in inherited(state_directory())
+    monkeypatch.setenv(TAKEN_OUT, json.dumps({"distributed.worker.resources": ["A"]}))
+    with dask.config.set({"distributed.worker.resources": None}):
+        take_out()
+        assert dask.config.get("distributed.worker.resources") == {}
+
+
 def test_a_variable_of_a_session_sets_again_what_was_taken_out(monkeypatch):
     monkeypatch.setenv(TAKEN_OUT, json.dumps({ENVIRON: ["MKL_NUM_THREADS", "OMP_NUM_THREADS"]}))
     monkeypatch.setenv("DASK_DISTRIBUTED__NANNY__PRE_SPAWN_ENVIRON", "{'OMP_NUM_THREADS': 2}")

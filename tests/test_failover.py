@@ -25,6 +25,7 @@ from clusters import (
     make,
     name_of,
     rebuild,
+    scheduler_of,
     simulate,
     target,
 )
@@ -1019,6 +1020,23 @@ async def test_a_cluster_ends_whose_workers_somebody_stops_before_its_scheduler(
     await eventually(lambda: cluster.status == Status.closed)
     assert not it.platform.live
     assert it.clusters == []
+
+
+@simulated
+async def test_what_a_process_says_of_its_own_connection_is_no_news_for_clients(it):
+    async with simulate(name="lab", security=True) as cluster:
+        heal = cut_off(cluster)
+        await eventually(lambda: "Cluster lab not connected for" in log_of(cluster))
+        heal()
+        await eventually(lambda: "Cluster lab connected again" in log_of(cluster))
+        cluster.tell("a line")
+        await eventually(lambda: told(scheduler_of(it, cluster)))
+        assert told(scheduler_of(it, cluster)) == ["a line"]
+
+
+def told(scheduler):
+    """Return the lines for clients."""
+    return [event["text"] for _, event in scheduler.get_events(protocol.TOLD)]
 
 
 @pytest.mark.parametrize("stopped", ["scheduler", "workers", "scheduler and one worker"])

@@ -583,7 +583,7 @@ async def test_the_history_names_the_exception_that_ended_the_block(locally):
     words = f"closed by {Maker.this_process().words} after ZeroDivisionError: no luck"
     assert the_only_one().why == words
     own = dict(the_only_one().logs().read(scheduler=False, workers=["Cluster"]))["Cluster"]
-    assert "Traceback (most recent call last):" in own[1]
+    assert "Traceback (most recent call last):" in own[0]
     assert own[-1] == "ZeroDivisionError: no luck"
 
 

@@ -855,6 +855,24 @@ async def test_the_dashboard_is_forwarded(platform):
 
 
 @simulated
+async def test_dask_ctl_ends_a_cluster_by_close_and_no_block_does(it):
+    async with simulate(name="here") as creator:
+        async with DiscoveredCluster.from_name("here", asynchronous=True, quiet=True):
+            pass
+        assert creator.status == Status.running
+        await (await DiscoveredCluster.from_name("here", asynchronous=True, quiet=True)).close()
+        await eventually(lambda: creator.status == Status.closed)
+    assert not it.platform.live
+
+
+def test_a_block_with_a_cluster_that_dask_ctl_has_found_leaves_it(platform):
+    with CMLCluster(name="here", platform="local", quiet=True) as creator:
+        with DiscoveredCluster.from_name("here", quiet=True):
+            pass
+        assert creator.status == Status.running
+
+
+@simulated
 async def test_discovery_yields_clusters_whose_scheduler_answers(it):
     async with simulate(name="here"):
         assert [item async for item in discover()] == [("here", DiscoveredCluster)]

@@ -427,10 +427,13 @@ async def test_clients_get_the_events_of_sessions(scheduler, comm):
         async with Worker(scheduler.address, name="mine-0"):
             await client.wait_for_workers(1)
         lost = {"action": "lost", "session": "mine-1", "cause": "out of memory"}
-        await comm.cml_report(**report(events=[lost]))
-        await comm.cml_report(**report(keeper="former", events=[lost]))
+        await comm.cml_report(**report(events=[lost], n_before=2))
+        await comm.cml_report(**report(keeper="former", events=[lost], n_before=2))
+        closed = {"action": "closed", "session": "mine-0"}
+        for _ in range(2):  # as if the first answer had been lost
+            await comm.cml_report(**report(events=[lost, closed], n_before=2))
         events = [event for _, event in await client.get_events("cml")]
-    assert events == [*launched, {"action": "connected", "session": "mine-0"}, lost]
+    assert events == [*launched, {"action": "connected", "session": "mine-0"}, lost, closed]
 
 
 # -- the end

@@ -20,6 +20,7 @@ from dask_cml.records import history, store
 from dask_cml.records.record import Maker
 from dask_cml.scheduler import resident
 from dask_cml.scheduler.resident import WHO
+from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -59,6 +60,11 @@ async def test_a_cluster_that_is_left_alone_replaces_a_lost_worker(it):
     it.platform.evict(it.platform.running["night-0"])
     await eventually(lambda: {*it.platform.running} == {"night-scheduler", "night-1", "night-2"})
     await eventually(lambda: connected() == 2)
+    log = await asyncio.to_thread(
+        SessionLogs("night", log_folder(store.read("night").folder, None)).read, False, ["Cluster"]
+    )
+    words = "a Dask worker has been gone for 15 s, and the platform does not list its session here"
+    assert f"Worker night-0 lost: {words}; launching a replacement" in "\n".join(log["Cluster"])
     assert {launch.key for launch in store.read("night").launches.values()} == {
         "scheduler",
         "night-1",
@@ -178,6 +184,52 @@ async def test_a_cluster_that_cannot_keep_itself_says_so_and_tries_again(it, mon
         await eventually(lambda: cluster.keeps)
         await eventually(lambda: state().workers.problem is None)
         await cluster.shutdown()
+
+
+@simulated
+async def test_a_keeper_that_hangs_is_replaced(it):
+    await leave_alone(it, n_workers=1)
+    await eventually(lambda: state().manager == WHO)
+    [process] = residents(it)
+    process.freeze()
+    it.platform.evict(it.platform.running["night-0"])
+    await eventually(lambda: "failed with no answer within 120 s" in (state().workers.problem or ""), 300.0)
+    await eventually(lambda: "night-1" in it.platform.running and connected() == 1)
+    await eventually(lambda: state().workers.problem is None)
+    await shut_down()
+
+
+@simulated
+async def test_a_keeper_that_cannot_be_started_is_tried_again_later(it, monkeypatch):
+    async def fail(*_):
+        starts.append(None)
+        raise RuntimeError("can't start new thread")
+
+    starts = []
+    monkeypatch.setattr(resident, "run", fail)
+    await leave_alone(it)
+    await eventually(lambda: starts)
+    await asyncio.sleep(60.0)
+    assert len(starts) <= 3
+    assert 'failed with RuntimeError("can\'t start new thread")' in state().workers.problem
+    await shut_down()
+
+
+@simulated
+async def test_a_cluster_whose_workers_are_queued_waits_for_them(it):
+    await leave_alone(it, n_workers=1, idle_timeout="120s")
+    async with Client("cml://night", asynchronous=True) as client:
+        future = client.submit(sum, [1, 2])
+        assert await future == 3
+        future = client.submit(asyncio.sleep, 3600)
+        await eventually(lambda: state().manager == WHO)
+        it.platform.configure({"sessions": 1}, waits_for_room=True)
+        it.platform.evict(it.platform.running["night-0"])
+        await asyncio.sleep(400.0)
+        assert future.status == "pending"
+        it.platform.configure()
+        await eventually(lambda: connected() == 1)
+    await shut_down()
 
 
 @pytest.mark.parametrize("kept_by", ["its creator", "nobody"])

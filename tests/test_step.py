@@ -375,7 +375,7 @@ async def test_the_next_keeper_uses_the_session_that_runs_a_worker_of_two_in_the
         await asyncio.sleep(60.0)
         assert it.platform.running["mine-0"] == first
         assert has(cluster, 1)
-        await cluster.close()
+        await cluster.shutdown()
 
 
 @simulated

@@ -285,6 +285,10 @@ async def test_the_page_lists_the_ends_of_clusters(it, seen, monkeypatch):
     it.platform.doom("fails", times=10, key="scheduler")
     it.platform.evict(cluster.scheduler.session_id)
     await ended(cluster)
+    it.platform.heal()
+    cluster = await simulate(name="night")
+    it.platform.stop_workers()
+    await ended(cluster)
 
 
 @provokes(

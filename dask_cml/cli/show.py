@@ -111,7 +111,7 @@ async def info(name: str | None, as_json: bool) -> None:
         "address": row["address"],
         "ends": "; ".join(row["ends"]),
         "scheduler": row["scheduler"],
-        "manager": row["manager"] or _NO_MANAGER,
+        "manager": row["manager"] or (_NO_MANAGER if row["status"] == "running" else None),
         "created": row["created"],
         "folder": row["folder"],
         "security": "none" if record.security is None else "TLS with its own keys",

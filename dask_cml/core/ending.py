@@ -164,7 +164,8 @@ class Ending:
 
     async def _say_goodbye(self) -> None:
         """Let the scheduler inform its workers and clients of its end."""
-        if self._cluster.scheduler_comm is not None:
+        # The scheduler waits for a process in its session, and closes already.
+        if self._cluster.scheduler_comm is not None and not self._cluster.is_resident:
             try:
                 await self._cluster.ask("terminate", timing.goodbye, reason=self._cluster.end_reason)
             except Exception as error:  # of Dask, which varies: its workers may be frozen

@@ -41,6 +41,7 @@ class Cluster(Protocol):
     status: Status
     starting: asyncio.Task[None] | None
     shutdown_on_close: bool
+    is_resident: bool
     end_reason: str
     place: Place
     connection: Any

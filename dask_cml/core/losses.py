@@ -231,9 +231,11 @@ async def _cause(worker: CMLWorker, last: Mapping[str, Any], limit: float | None
     if limit is not None:
         if worker.gone_since is None:
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
-        listed = (
-            "and the platform no longer lists its session" if worker.is_missing else "but its session runs"
-        )
+        listed = "but its session runs"
+        if not worker.is_listed:
+            listed = "and the platform does not list its session here"
+        elif worker.is_missing:
+            listed = "and the platform no longer lists its session"
         gone = f"a Dask worker has been gone for {limit:g} s, {listed}"
     # Of several Dask workers of a session, the worker that ran tasks counts.
     states = [last[name] for name in worker.dask_names if name in last]

@@ -44,8 +44,10 @@ def check_worker_class(options: Options) -> None:
         return
     try:
         found, why = import_term(name), "it is none"
-    except Exception as error:  # of its module: any
+    except (ImportError, AttributeError) as error:
         found, why = None, repr(error)
+    except Exception:  # its module may need what only workers have, such as a GPU
+        return
     if not (isinstance(found, type) and issubclass(found, Worker)):
         expected = (
             f"the name of a class of Dask workers that can be imported, such as 'my_package.MyWorker' ({why})"

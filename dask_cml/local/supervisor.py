@@ -73,7 +73,10 @@ class Supervisor:
         """Start the session. Return its last status if it ended meanwhile."""
         self.write("starting")
         (self.folder / "tmp").mkdir(mode=0o700)
-        state.temporary_of(self.folder.name).symlink_to(self.folder / "tmp")
+        try:
+            state.temporary_of(self.folder.name).symlink_to(self.folder / "tmp")
+        except OSError:  # nobody may write to /tmp here
+            self.session["env"]["TMPDIR"] = str(self.folder / "tmp")
         # The leader of a process group and a POSIX session.
         self.child = subprocess.Popen(
             self.command(),

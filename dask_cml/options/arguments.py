@@ -127,8 +127,9 @@ def keeps_options(cls: _C) -> _C:
     set_attribute: Any = cls.__setattr__
 
     def check(self: Any, name: str, value: Any) -> None:
-        # A subclass may have attributes of these names.
-        if name in GROUP_OPTIONS and hasattr(self, "status") and not hasattr(self, name):
+        # A subclass of a user may have attributes of these names.
+        is_ours = type(self).__module__.partition(".")[0] == __package__.partition(".")[0]
+        if is_ours and name in GROUP_OPTIONS and hasattr(self, "status") and not hasattr(self, name):
             shown = "..." if ARGUMENTS[name].is_secret else repr(value)
             add = f"cluster.add_worker_group('other', n_workers=2, {name}={shown})"
             advice = "cluster.scale(n)" if name == "n_workers" else f"{add} and then cluster.scale(0)"

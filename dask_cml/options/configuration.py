@@ -193,7 +193,7 @@ def _taken_out(read: dict[str, Any]) -> dict[str, list[str]]:
     for key in MAPPINGS:
         kept = dask.config.get(key, None)
         if isinstance(kept, dict):  # else the section has been replaced, for options of others
-            names = dask.config.get(key, {}, config=read)
+            names = dask.config.get(key, {}, config=read) or {}
             taken_out[key] = [name for name in names if dask.config.canonical_name(name, kept) not in kept]
     return {key: names for key, names in taken_out.items() if names}
 

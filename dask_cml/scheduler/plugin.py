@@ -35,7 +35,7 @@ from dask_cml.scheduler.board import Board, GroupChanges
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Text, Watcher, checked
 from dask_cml.scheduler.questions import NAME, WorkerQuestions
-from dask_cml.scheduler.resident import Resident
+from dask_cml.scheduler.resident import WHO, Resident
 from dask_cml.scheduler.state_file import SignOfLife, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
 from dask_cml.timing import timing
@@ -88,6 +88,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         #: Since when tasks have waited without a worker, and no process of a user could launch one.
         self._waiting_since: float | None = None
         self._known_users = 0
+        #: The keeper that has reported last, and how many events it has reported.
+        self._reporter: str | None = None
+        self._n_events = 0
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to track watchers and clients."""
@@ -300,7 +303,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     @checked
     def report(
-        self, keeper: Watcher, report: Options, closed: Names, groups: GroupChanges, events: Events
+        self,
+        keeper: Watcher,
+        report: Options,
+        closed: Names,
+        groups: GroupChanges,
+        events: Events,
+        n_before: Number,
     ) -> dict[str, Any]:
         """Take what the keeper says of the sessions, and what it has changed by itself. Return the board.
 
@@ -318,15 +327,19 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             The changes of worker groups.
         events : sequence of mapping
             What has become of sessions, and the lines for clients, for Dask's log of events.
+        n_before : int
+            How many events the keeper has reported before these. It repeats some if it got no answer.
         """
         if keeper == self._board.keeper:
             changes = {name: change for name, change in groups.items() if name in self._board.groups}
             if changes:
                 self._board.change(changes)
             self._board.take_report(report, closed)
-            for event in events:
+            known = self._n_events if keeper == self._reporter else 0
+            for event in events[max(0, known - n_before) :]:
                 topic = protocol.TOLD if event.get("action") == "told" else protocol.TOPIC
                 self._scheduler.log_event(topic, dict(event))
+            self._reporter, self._n_events = keeper, max(known, n_before + len(events))
             self._publish()
         return self._answer(keeper)
 
@@ -428,8 +441,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _waits_in_vain(self, now: float) -> bool:
         """Return whether tasks have waited for the idle time-out, and no worker is here or about to come."""
         is_idle, sessions = self._idle_since is not None, self._board.report.get("sessions", ())
-        launched = self._board.keeper is not None and any(s.get("role") == "worker" for s in sessions)
-        has_help = launched or self._scheduler.workers or self._known_users
+        is_kept = self._board.keeper is not None
+        launched = is_kept and any(session.get("role") == "worker" for session in sessions)
+        # A process that only shows clusters keeps this one if its user has changed it.
+        has_user = self._known_users or (is_kept and self._manager != WHO)
+        has_help = launched or has_user or self._scheduler.workers
         if is_idle or has_help or not self._scheduler.idle_timeout:
             self._waiting_since = None
             return False

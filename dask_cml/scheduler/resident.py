@@ -22,8 +22,10 @@ _MODULE = "dask_cml.sharing.resident"
 _ALONE = 10.0
 #: Seconds after a failed start until the next one. They double.
 _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
+#: Seconds without a keeper after which a process that runs counts as hung.
+_HUNG = 120.0
 #: Seconds for the process to stop the cluster's sessions when its scheduler closes.
-_END = 10.0
+_END = 4.0
 
 
 class Resident:
@@ -59,21 +61,28 @@ class Resident:
             return
         if self._needed_since is None:
             self._needed_since = now
-        runs = self._running is not None and not self._running.done()
-        if not runs and now >= max(self._needed_since + _ALONE, self._not_before):
-            self._running = asyncio.create_task(self._run())
+        if self._running is not None and not self._running.done():
+            if now > self._needed_since + _HUNG:
+                self._running.cancel()
+        elif now >= max(self._needed_since + _ALONE, self._not_before):
+            self._needed_since, self._running = now, asyncio.create_task(self._run())
 
     async def _run(self) -> None:
+        """Run the process until it ends, or is cancelled because it hangs."""
         logger.info("Cluster %s has no keeper: starting one in this session", self._cluster)
+        began, why = time.monotonic(), f"no answer within {_HUNG:g} s"
         try:
             status = await run(self._cluster, self._folder, self._closes)
-        except OSError as error:
-            why = repr(error)
-        else:
             why = f"exit status {status}" if status else ""
-        if not why:
-            self.problem, self._pause = None, _FIRST_PAUSE
-            return
+        except Exception as error:  # asyncio may be unable to start a process, in several ways
+            why = repr(error)
+        finally:
+            if not why or time.monotonic() - began > _LONGEST_PAUSE:  # it has kept the cluster
+                self._pause = _FIRST_PAUSE
+            if why and not self._closes.is_set():
+                self._note_failure(why)
+
+    def _note_failure(self, why: str) -> None:
         if self.problem is None:
             logger.warning("Cluster %s not kept by this session: %s", self._cluster, why)
         self.problem = (

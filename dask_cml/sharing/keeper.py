@@ -79,6 +79,8 @@ class Keeper:
         self._published: dict[str, Any] | None = None
         #: What has become of sessions, which the scheduler does not know yet.
         self._events: deque[dict[str, str]] = deque(maxlen=_MOST_EVENTS)
+        #: How many there have been.
+        self._n_events = 0
         #: The number of the last restart of a Dask worker that is logged.
         self._last_restart = 0
         self._sent_url: str | None = None
@@ -155,6 +157,7 @@ class Keeper:
     def event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session, for the scheduler's log of events."""
         self._events.append({"action": action, "session": session, **fields})
+        self._n_events += 1
 
     def tell_clients(self, text: str, advice: Advice | None) -> None:
         """Tell the clients of other processes a line. They have no cluster object, but its name."""
@@ -164,7 +167,7 @@ class Keeper:
         elif advice is not None:
             text = f"{text} {advice}"
         line = shortened(printable_lines(text), LONGEST_LINE)
-        self._events.append({"action": "told", "cluster": self._record.name, "text": line})
+        self.event("told", SCHEDULER, text=line)
 
     async def publish(self) -> None:
         """Write on the board what this process knows and wants, as far as it has changed. Log errors."""
@@ -200,14 +203,15 @@ class Keeper:
                 return
             try:
                 await self._send_url()
-                answer = await self._link.report(report, closed, changes, events)
+                n_before = self._n_events - len(events)
+                answer = await self._link.report(report, closed, changes, events, n_before)
             except CMLError as error:
                 logger.info("Board of cluster %s not written: %s", self._record.name, error)
                 return
             if answer.keeper != self._link.id:  # it has lost the lease, and the board has taken nothing
                 return
             self._published = report
-            for _ in events:
+            while len(self._events) > self._n_events - n_before - len(events):
                 self._events.popleft()
             self._closed.intersection_update(answer.closing)
 

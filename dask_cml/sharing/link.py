@@ -243,6 +243,7 @@ class Link:
         closed: Sequence[str],
         groups: Mapping[str, Any],
         events: Sequence[Mapping[str, str]],
+        n_before: int,
     ) -> BoardState:
         """Write what the keeper reports of the sessions, and return the board.
 
@@ -252,7 +253,7 @@ class Link:
             If the scheduler does not answer.
         """
         arguments = {"report": report, "closed": closed, "groups": groups, "events": events}
-        return await self._write(protocol.REPORT, keeper=self.id, **arguments)
+        return await self._write(protocol.REPORT, keeper=self.id, n_before=n_before, **arguments)
 
     async def lease(self, take: bool, **who: str) -> BoardState:
         """Take the keeper's lease, if nobody has it, or give it back. Return the board.

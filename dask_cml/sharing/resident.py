@@ -35,9 +35,17 @@ async def keep(name: str, closes: asyncio.Event) -> None:
         The cluster's name.
     closes : asyncio.Event
         Set when the scheduler closes, or has ended.
+
+    Raises
+    ------
+    CMLError
+        If the scheduler does not answer, or this session cannot reach the platform.
     """
     cluster = ResidentCluster(name=name, create_mode="connect", asynchronous=True, quiet=True)
-    await cluster
+    try:
+        await cluster
+    except NoSuchCluster:
+        return
     while cluster.status != Status.closed and not closes.is_set():
         if cluster.status == Status.running and cluster.sharing.board.n_users:
             break
@@ -81,4 +89,7 @@ async def _keep_until_input_ends(name: str) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s - %(name)s - %(levelname)s - %(message)s", level=logging.INFO)
-    asyncio.run(_keep_until_input_ends(sys.argv[1]))
+    try:
+        asyncio.run(_keep_until_input_ends(sys.argv[1]))
+    except CMLError as error:
+        sys.exit(f"Cluster not kept: {error}")

@@ -538,7 +538,8 @@ class Sharing(Alone):
 
     def tell_clients(self, text: str, advice: Advice | None) -> None:
         """Tell the clients of other processes a line that :meth:`CMLCluster.tell` tells the user here."""
-        if self._keeper is not None:
+        # What this process says of its own connection is no news for others.
+        if self._keeper is not None and self.failover.problem is None:
             self._keeper.tell_clients(text, advice)
 
     async def look(self) -> None:

@@ -32,6 +32,7 @@ def test_parameters_of_launch_workers_have_the_known_names_and_order(workers_v1)
     parameters = [*inspect.signature(workers_v1.launch_workers).parameters]
     assert parameters[: len(known)] == known
     newer = {"name", "accelerator_label_id", "resource_profile_id", "resource_group_id"}
+    newer.add("rdma_network_selections")
     assert {*parameters[len(known) :]} <= newer or PLATFORM == "cml"
 
 
