@@ -52,6 +52,7 @@ html_title = f"{project} {release}"
 html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
+html_search_scorer = str(Path(__file__).parent / "scorer.js")
 copybutton_prompt_text = "$ "
 
 # Of what is referred to here, all must be found. Other projects' pages may not be at hand.
