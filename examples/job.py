@@ -1,6 +1,7 @@
 """Simulate the price of a share on a Dask cluster, as a CML Job.
 
-An error ends the script with an exit status other than 0, so the Job fails. The cluster is closed even so.
+An error ends the script with an exit status other than 0, and the Job fails.
+The cluster is closed even so.
 """
 
 import json
@@ -25,7 +26,8 @@ def main():
         client.wait_for_workers(1, timeout="30 minutes")
         prices = client.gather(client.map(simulate, range(100)))
     RESULT.write_text(json.dumps(prices))
-    print(f"{len(prices)} prices between {min(prices):.2f} and {max(prices):.2f} in {RESULT}")
+    low, high = min(prices), max(prices)
+    print(f"{len(prices)} prices between {low:.2f} and {high:.2f} in {RESULT}")
 
 
 def simulate(seed):
