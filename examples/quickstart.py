@@ -45,7 +45,7 @@ def main():
         say("Five times the work, so it grows ...")
         watch(cluster, client.map(accuracy, 5 * GRID, pure=False))
 
-    say("Closed: every session has been stopped.")
+    say("Closed: every session is told to stop.")
 
 
 def accuracy(setting):

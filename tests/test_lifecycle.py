@@ -145,11 +145,18 @@ async def test_the_name_of_a_dead_cluster_is_free_and_its_sessions_are_stopped(i
 
 
 @simulated
-async def test_nobody_connects_to_a_cluster_that_does_not_answer(it):
+async def test_nobody_connects_to_a_cluster_whose_scheduler_has_ended_and_all_hear_that_at_once(it):
     await create_and_kill(it, **MADE)
-    it.platform.evict(store.read("made").scheduler.session)
-    with pytest.raises(CMLError, match="does not answer"):
+    session = store.read("made").scheduler.session
+    it.platform.evict(session)
+    await eventually(lambda: not it.sessions.processes[session].runs)
+    begin = time.monotonic()
+    why = f"its scheduler's session {session} has ended"
+    with pytest.raises(CMLError, match=f"'made', which has ended: {why}.*`dask cml delete made`"):
         await rebuild("made")
+    [row] = await operations.describe(store.records())
+    assert (row["status"], row["problem"]) == ("stale", why)
+    assert time.monotonic() - begin < 5.0
     assert await operations.prune() == ({"made": None}, {})
     assert not it.platform.running
     assert store.records() == []

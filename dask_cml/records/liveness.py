@@ -7,9 +7,10 @@ import contextlib
 import enum
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from dask_cml.cancellation import cancel
 from dask_cml.layout import scheduler_file, scheduler_number
 from dask_cml.output import get_logger
 from dask_cml.private_files import open_regular
@@ -22,6 +23,8 @@ logger = get_logger(__name__)
 
 #: Seconds for the answer of a scheduler that left a sign of life lately. It, or its machine, may be busy.
 PATIENCE = 10.0
+#: Seconds in which schedulers usually answer. After that, the platform is asked, too.
+_PROMPT = 1.0
 
 
 class State(enum.Enum):
@@ -143,13 +146,45 @@ async def judge(
         The findings by the names of the clusters.
     """
     records = [*records]
-    findings = await look(records, timeout=timeout, patience=patience)
+    looks = {record.name: asyncio.create_task(_look_at(record, timeout, patience)) for record in records}
+    try:
+        findings, listing = await _look_unless_ended(records, looks, timeout, api)
+    finally:
+        await cancel(*looks.values())
     silent = [record for record in records if findings[record.name].state is State.UNKNOWN]
-    listing = await _list(silent, timeout, api) if silent else {}
+    if silent and not listing:
+        listing = await _list(silent, timeout, api)
     for record in silent:
         why = findings[record.name].why
         findings[record.name] = await asyncio.to_thread(_judge_silent, record, why, listing)
     return findings
+
+
+async def _look_unless_ended(
+    records: Collection[Record],
+    looks: Mapping[str, asyncio.Task[Finding]],
+    timeout: float,
+    api: WorkersAPI | None,
+) -> tuple[dict[str, Finding], dict[str, SessionInfo]]:
+    """Return what the looks find, and what the platform lists if some take long.
+
+    Dask repeats a connection that is refused until its time is over. No look waits for a scheduler whose
+    session the platform lists as ended.
+    """
+    listing: dict[str, SessionInfo] = {}
+    if looks:
+        await asyncio.wait(looks.values(), timeout=_PROMPT)
+    slow = [record for record in records if not looks[record.name].done()]
+    if slow:
+        listing = await _list(slow, timeout, api)
+    findings = {}
+    for record in records:
+        name, session = record.name, listing.get(record.scheduler.session or "")
+        if session is not None and has_ended(session) and not looks[name].done():
+            findings[name] = Finding(State.UNKNOWN, "its scheduler does not answer")
+        else:
+            findings[name] = await looks[name]
+    return findings, listing
 
 
 def _judge_silent(record: Record, why: str, listing: Mapping[str, SessionInfo]) -> Finding:

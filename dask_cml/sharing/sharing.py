@@ -278,6 +278,14 @@ class Sharing(Alone):
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         if why := await asyncio.to_thread(liveness.why_not_contacted, record):
             raise CMLError(f"not connected to cluster {name!r}: {why}")
+        if record.security is not None:
+            finding = (await liveness.judge([record], api=cluster.api))[name]
+            if finding.state is liveness.State.DEAD:
+                command = f"dask cml delete {shlex.quote(name)}"
+                raise CMLError(
+                    f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
+                    f"left of it, run `{command}`"
+                )
         self._follow_role()
         self._enter(record)
         try:
