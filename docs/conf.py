@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "tables",
 ]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
