@@ -122,9 +122,11 @@ class CMLCluster(SpecCluster):
     """A Dask cluster on CML worker sessions.
 
     The scheduler runs in a session of its own. Each worker session runs one or more Dask workers. The cluster
-    replaces sessions that fail, are evicted or do not start. When it is closed, it stops all its sessions.
+    replaces sessions that fail, are evicted or do not start. :meth:`close`, the end of a ``with`` block and
+    the end of the process stop all its sessions, unless ``shutdown_on_close`` is False.
 
-    Arguments that are None are taken from Dask's configuration: ``cml.<argument with dashes>``.
+    Arguments that are None are taken from Dask's configuration: ``cml.<argument with dashes>``. The page
+    Options of the documentation describes each option in full.
 
     Parameters
     ----------
@@ -137,33 +139,25 @@ class CMLCluster(SpecCluster):
     nvidia_gpu : int, optional
         Number of GPUs of a worker session. Default 0.
     nthreads : int, optional
-        Number of threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
+        Number of threads of a worker session. Default: one per whole CPU, split evenly among `processes`.
     processes : int, optional
-        Number of Dask workers in a worker session. Default: one for each GPU, or 1 without GPUs.
+        Number of Dask workers in a worker session. Default: one per GPU, or 1 without GPUs.
     resources : mapping of str to float, optional
-        Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
-        processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
+        Resources of a worker session, such as ``{"GPU": 1}``. Default: its GPUs.
     memory_reserve : float or str, optional
-        Memory kept free for everything in a worker session except the Dask workers, in GiB, or a string such
-        as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
+        Memory of a session that its Dask workers leave free. Default: 0.25 GiB plus 2 %, at most half.
     scratch : float or str, optional
-        Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Its Dask workers spill at
-        most 80 % of it. ``"none"``: unlimited. Default ``"10 GB"``, as CML's.
+        Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Default ``"10 GB"``.
     worker_command : sequence of str, optional
-        Command that starts the Dask workers of a session. Default: ``["dask", "worker"]``. If dask-cuda is
-        installed, ``["dask", "cuda", "worker"]`` for sessions with one process for each GPU, unless
-        `worker_args` is set.
+        Command that starts the Dask workers. Default: ``dask worker``, or with GPUs ``dask cuda worker``.
     worker_class : str, optional
         Class of the Dask workers, as in ``dask worker --worker-class``. Default: Dask's own.
     worker_args : sequence of str, optional
-        Additional command-line arguments of ``dask worker``. Sessions expand ``$NAME`` and ``~`` in them.
-        Default: none.
+        Additional command-line arguments of ``dask worker``. Default: none.
     launch_options : mapping, optional
-        Additional parameters of CML's ``launch_workers`` for a worker session, such as
-        ``accelerator_label_id``. Or ``accelerator_label`` and ``rdma_network``: names of GPUs and networks,
-        of which the cluster finds the ids. Default: none.
+        Additional parameters of CML's ``launch_workers`` for a worker session. Default: none.
     worker_groups : mapping of str to mapping, optional
-        Additional worker groups by name, with their arguments of :meth:`add_worker_group`. Default: none.
+        Additional worker groups by name, with arguments of :meth:`add_worker_group`. Default: none.
     scheduler_cpu : float, optional
         Virtual CPUs of the scheduler's session. Default 1.
     scheduler_memory : float or str, optional
@@ -171,54 +165,44 @@ class CMLCluster(SpecCluster):
     scheduler_nvidia_gpu : int, optional
         Number of GPUs of the scheduler's session. Default 0.
     scheduler_args : sequence of str, optional
-        Additional command-line arguments of ``dask scheduler``. The session expands ``$NAME`` and ``~`` in
-        them. Default: none.
+        Additional command-line arguments of ``dask scheduler``. Default: none.
     scheduler_launch_options : mapping, optional
         Additional parameters of CML's ``launch_workers`` for the scheduler's session. Default: none.
     env : mapping of str to str, optional
-        Environment variables of all sessions, which expand ``$NAME`` and ``~`` in them. Default: none.
+        Environment variables of all sessions. Default: none.
     log_directory : path, optional
-        Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
-        cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.
+        Folder for the sessions' logs, which stay there. Default: one that goes with the cluster.
     name : str, optional
         Name of the cluster. Default: a random name.
     create_mode : {"create", "connect", "create-or-connect"}, optional
-        ``"create"`` creates a cluster, and fails if its `name` is in use. ``"connect"`` connects to the
-        running cluster with this name. ``"create-or-connect"`` does either. Default ``"create"``.
-        A running cluster keeps its options. As with :meth:`from_name`, it keeps running after :meth:`close`,
-        the ``with`` block and the process, unless ``shutdown_on_close=True`` is given.
+        Whether to create a cluster or connect to the running one of this name. Default ``"create"``.
     security : bool or distributed.Security, optional
-        If True, encrypt with keys made for this cluster; clients find them automatically. If False, anyone
-        who can reach the scheduler can use it. Pass a Security to use your own keys. Default True.
+        Whether to encrypt with keys made for this cluster, or your own keys. Default True.
     pending_timeout : float or str, optional
-        Time limit for the scheduler's session to leave the queue and start, in seconds, or a string such as
-        ``"15 minutes"``. Default 15 minutes. Worker sessions have no such limit.
+        Time limit for the scheduler's session to leave the queue, in seconds or as a string. Default 15
+        minutes.
     scheduler_timeout : float or str, optional
         Time limit for the scheduler to answer after its session runs, in seconds or as a string. Default 90
         s.
     worker_timeout : float or str, optional
-        Time limit for a worker to connect after its session runs, in seconds or as a string. After that, the
-        cluster replaces the session. Default 10 minutes.
+        Time limit for a worker to connect after its session runs, in seconds or as a string. Default 10
+        minutes.
     idle_timeout : float or str, optional
-        Idle time after which the scheduler shuts the cluster down, in seconds or as a string. Default: never.
+        Idle time after which the cluster shuts down, in seconds or as a string. Default: never.
     orphan_timeout : float or str, optional
-        Time without a connected client and without a process that uses the cluster, after which it shuts
-        down, in seconds or as a string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
+        Time after which a cluster shuts down that no client and no process uses. Default 5 minutes.
     shutdown_on_close : bool, optional
-        Whether to stop all sessions when this object is closed or its process exits. If False, the cluster
-        keeps running until the CML session that launched it ends. Default True.
+        Whether to stop all sessions when this object is closed or its process exits. Default True.
     forward_dashboard : bool, optional
-        Whether to serve the dashboard on a local port, and point ``dashboard_link`` at it, for programs that
-        cannot log in to CML. Default False.
+        Whether to serve the dashboard on a local port. Default False.
     platform : {"auto", "local"}, optional
-        Platform that launches sessions. ``"auto"`` is CML. ``"local"`` is for laptops and tests. Default
-        ``"auto"``.
+        Platform that launches sessions. ``"local"`` is for laptops and tests. Default ``"auto"``.
     asynchronous : bool
         Whether the cluster is used with ``await`` in a running event loop. Default False.
     loop : tornado.ioloop.IOLoop, optional
         The event loop. Default: a new one in a thread or, if `asynchronous`, the running one.
     silence_logs : int, str or False
-        Logging level below which this process shows none of Dask's logs. Default ``logging.WARNING``.
+        Level below which Dask logs nothing in this process. Default ``logging.WARNING``.
     quiet : bool
         If True, print nothing about sessions. Default False.
 
@@ -229,8 +213,8 @@ class CMLCluster(SpecCluster):
     NotOnCML
         If this is not a CML session, and `platform` is not ``"local"``.
     LaunchRefused
-        If CML refuses to launch a session, for example because a quota is exhausted, or the limit of the
-        site for all of a user's sessions. All sessions are stopped then.
+        If CML refuses to launch a session, for example because a quota is exhausted, or if the limit
+        ``cml.limits.user-sessions`` is reached. All sessions are stopped then.
     SessionFailed
         If the scheduler's session ends before the scheduler answers.
     SchedulerTimeout

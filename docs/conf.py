@@ -62,11 +62,14 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*"), ("py:class", r"dask_cml\..*\.CMLProcess")]
 
 
-def hide_private_parameters(app, what, name, documented, options, signature, returned):
-    """Hide parameters with a leading underscore, and keywords that exist only to be refused."""
-    return (
-        re.sub(r", (_\w+=\w+(\([^()]*\))?|\*\*kwargs)", "", signature) if signature else signature
-    ), returned
+def shorten_signature(app, what, name, documented, options, signature, returned):
+    """Hide parameters with a leading underscore, keywords that exist only to be refused, and long lists."""
+    if signature:
+        signature = re.sub(r", (_\w+=\w+(\([^()]*\))?|\*\*kwargs)", "", signature)
+        first, _, keywords = signature.partition(", *, ")
+        if keywords.count("=") > 8:
+            signature = f"{first}, *, ...)"
+    return signature, returned
 
 
 def draw_dashes(app, doctree):
@@ -77,5 +80,5 @@ def draw_dashes(app, doctree):
 
 
 def setup(app):
-    app.connect("autodoc-process-signature", hide_private_parameters)
+    app.connect("autodoc-process-signature", shorten_signature)
     app.connect("doctree-read", draw_dashes)

@@ -12,10 +12,11 @@ import yaml
 
 import dask_cml
 from dask_cml.options.table import OPTIONS, SECTIONS
+from dask_cml.options.unattended import summary
 
 HEAD = """\
 # Defaults of dask-cml. Set an option with dask.config.set({"cml.n-workers": 2}), in a file in ~/.config/dask,
-# or by an environment variable such as DASK_CML__N_WORKERS=2.
+# or by an environment variable such as DASK_CML__N_WORKERS=2. The page Options of the documentation has more.
 # docs/write_options.py writes this file from the table in options/table.py.
 cml:
 """
@@ -41,7 +42,7 @@ def lines() -> Iterator[str]:
             section = sections[0]
             yield f"  {section}:"
         default = option.default if isinstance(option.default, str) else json.dumps(option.default)
-        comment = textwrap.wrap(option.description, 107 - len(indent), break_on_hyphens=False)
+        comment = textwrap.wrap(summary(option), 107 - len(indent), break_on_hyphens=False)
         yield from (f"{indent}# {line}" for line in comment)
         yield f"{indent}{name}: {default}"
 

@@ -77,7 +77,9 @@ def _cluster_options(grouped: bool) -> dict[click.Parameter, str]:
 
 
 def _option(option: Option, grouped: bool) -> click.Option:
-    key, kind, text = option.key.replace(".", "-"), option.kind, option.description.replace("`", "")
+    from dask_cml.options.unattended import summary
+
+    key, kind, text = option.key.replace(".", "-"), option.kind, summary(option).replace("`", "")
     if kind == "array":
         example = _EXAMPLES.get(key, "--option 1")
         text = f'{text} Quote it as one argument: --{key} "{example}".'

@@ -58,7 +58,7 @@ class Option:
         The default, as users write it. None needs no check, unless the check needs other options: then the
         check derives the value from them.
     description : str
-        What it is, in sentences. Backticks mark code.
+        What it is, in sentences. Backticks mark code. The first sentence suffices for lists of options.
     least, most : int, optional
         Bounds of a number. A string with a unit may exceed them.
     choices : tuple of str
@@ -66,7 +66,7 @@ class Option:
     refused : mapping of str to tuple of str
         Arguments of a program or function that a value must not contain, by the reason.
     needs : tuple of str
-        The arguments whose values the check needs, too.
+        The arguments whose values the check also needs.
     has_flag : bool
         Whether ``dask cml create`` can set it, because it applies to a cluster and not to a process.
     heading : str

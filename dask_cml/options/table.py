@@ -1,4 +1,4 @@
-"""The table of all options. The command line, the form of the web UI and the documentation read it, too.
+"""The table of all options, which the command line, the form of the web UI and the documentation read.
 
 After a change, ``python docs/write_options.py`` writes ``cml.yaml`` and ``cml-schema.yaml``.
 """
@@ -61,8 +61,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Threads",
             checks.threads,
             None,
-            "Number of threads of one worker session, shared evenly by its processes. By default, one for "
-            "each whole CPU and at least one for each process.",
+            "Number of threads of one worker session, shared evenly by its processes. By default one per "
+            "whole CPU, rounded down to a multiple of `processes`, and at least one per process.",
             least=1,
             needs=("cpu", "processes"),
             elsewhere=("cores", "threads", "threads_per_worker", "worker_nthreads", "worker_threads"),
@@ -74,7 +74,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             checks.processes,
             None,
             "Number of Dask worker processes in one worker session. They share its threads, memory and "
-            "resources evenly. By default one for each GPU, or 1 without GPUs.",
+            "resources evenly. By default one per GPU, or 1 without GPUs.",
             least=1,
             needs=("nvidia_gpu", "worker_command"),
             elsewhere=("nworkers", "nprocs"),
@@ -85,8 +85,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Resources",
             checks.resources,
             None,
-            "Resources of one worker session for tasks that ask for them, such as `GPU=1`. Its Dask "
-            "workers share them evenly. By default the session's GPUs, as `GPU`.",
+            "Resources of one worker session for tasks that ask for them, such as `GPU=1`. Its Dask workers "
+            "share them evenly. By default the session's GPUs, as `GPU`.",
             needs=("nvidia_gpu",),
             is_grouped=True,
         ),
@@ -95,8 +95,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Reserved memory",
             checks.memory_reserve,
             None,
-            "Memory kept free for everything in a worker session except the Dask workers, in GiB, or a "
-            'string such as "500 MiB". By default 0.25 GiB and 2 % of the memory.',
+            "Memory of a worker session that its Dask workers leave to other processes, in GiB, or a string "
+            'such as "500 MiB". By default 0.25 GiB plus 2 % of the memory, but at most half of the memory.',
             needs=("memory",),
             is_grouped=True,
         ),
@@ -105,9 +105,9 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Scratch space",
             checks.gibibytes_or_none,
             "10 GB",
-            'Local disk of one worker session, in GiB, or a string such as "50 GB". Its Dask workers '
-            'spill at most 80 % of it, unless Dask\'s `distributed.worker.memory.max-spill` is set. "none" '
-            "if it is unlimited. CML's default is 10 GB.",
+            'Local disk of one worker session, in GiB, or a string such as "50 GB". Its Dask workers spill '
+            'at most 80 % of it, unless Dask\'s `distributed.worker.memory.max-spill` is set. "none" means '
+            "unlimited. CML's own default is 10 GB.",
             most=checks.MOST_GIB_OF_SESSION,
             is_grouped=True,
         ),
@@ -116,9 +116,9 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Worker command",
             checks.worker_command,
             [],
-            "Command that starts the Dask workers of a session: `dask cuda worker`, or one with the "
-            "arguments of `dask worker`. By default `dask worker`. If dask-cuda is installed, sessions "
-            "with one process for each GPU run `dask cuda worker`, unless `worker-args` is set.",
+            "Command that starts the Dask workers of a session, `dask cuda worker` or one with the arguments "
+            "of `dask worker`. By default `dask worker`. If dask-cuda is installed, sessions with one "
+            "process per GPU run `dask cuda worker`, unless `worker-args` is set.",
             needs=("nvidia_gpu",),
             is_grouped=True,
             is_secret=True,
@@ -128,7 +128,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Worker class",
             checks.text,
             None,
-            "Class of the Dask workers, as in `dask worker --worker-class`, such as `my_package.MyWorker`.",
+            "Class of the Dask workers, as in `dask worker --worker-class`, such as `my_package.MyWorker`. "
+            "By default Dask's own.",
             is_grouped=True,
         ),
         Argument(
@@ -168,9 +169,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             checks.launch_parameters,
             {},
             "Additional parameters of CML's `launch_workers` for a worker session, such as "
-            "`accelerator_label_id`. Or `accelerator_label` and `rdma_network`: names of GPUs and networks, "
-            "of which the cluster finds the ids. The cluster refuses parameters that the installed release "
-            "of CML does not support.",
+            "`accelerator_label_id`. `accelerator_label` and `rdma_network` choose GPUs and networks by "
+            "name. The cluster refuses parameters that the installed release of CML does not support.",
             elsewhere=("account", "custom_cluster_spec", "job_extra_directives", "queue"),
             refused={
                 "the cluster sets it": ("code", "script"),
@@ -189,11 +189,10 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Worker groups",
             checks.worker_groups,
             {},
-            'Additional groups of worker sessions, by name, such as `{"gpu": {"n-workers": 2, '
-            '"nvidia-gpu": 1}}`. A group can set `n-workers`, `cpu`, `memory`, `nvidia-gpu`, '
-            "`memory-reserve`, `scratch`, `nthreads`, `processes`, `resources`, `worker-class`, "
-            "`worker-command`, `worker-args`, `launch-options` and `env`. It takes all other options from "
-            "the cluster.",
+            'Additional groups of worker sessions, by name, such as `{"gpu": {"n-workers": 2, "nvidia-gpu": '
+            "1}}`. A group can set `n-workers`, `cpu`, `memory`, `nvidia-gpu`, `memory-reserve`, `scratch`, "
+            "`nthreads`, `processes`, `resources`, `worker-class`, `worker-command`, `worker-args`, "
+            "`launch-options` and `env`. It takes all other options from the cluster.",
             is_secret=True,
             is_recorded=False,
         ),
@@ -274,8 +273,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Inherited configuration",
             checks.sections,
             [],
-            "Top-level sections of Dask's configuration that all sessions inherit, in addition to Dask's "
-            'own, such as `["sql"]`. Tasks and the cluster\'s record then contain their values.',
+            'Top-level sections of Dask\'s configuration that all sessions inherit, such as `["sql"]`, in '
+            "addition to Dask's own. Tasks can read their values, and the cluster's folder contains them.",
             has_flag=True,
         ),
         Argument(
@@ -283,8 +282,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Log folder",
             checks.folder,
             None,
-            "Folder on the project file system for the sessions' logs, with a subfolder for each cluster. "
-            "By default the cluster's own folder, which the cluster removes when it shuts down.",
+            "Folder on the project file system for the sessions' logs, which stay there, with a subfolder "
+            "per cluster. By default a folder of the cluster, which the cluster removes when it shuts down.",
         ),
     ),
     "The cluster": (
@@ -302,9 +301,9 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Create mode",
             checks.choice,
             "create",
-            "Whether to create a cluster or connect to a running one. `create` fails if a cluster with "
-            "this name runs. `connect` fails if none runs. `create-or-connect` connects if one runs, and "
-            "creates one otherwise. A running cluster keeps its options.",
+            "Whether to create a cluster or connect to a running one. `create` fails if a cluster with this "
+            "name runs. `connect` fails if none runs. `create-or-connect` connects if one runs, and creates "
+            "one otherwise. Connecting does not change the options of a running cluster.",
             choices=("create", "connect", "create-or-connect"),
             is_recorded=False,
             has_flag=False,  # the command and the form create
@@ -323,8 +322,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Time limit in the queue",
             checks.seconds,
             "15 minutes",
-            "Time limit for the scheduler's session to leave the states `scheduling` and `starting`. "
-            "After that, the start fails. Worker sessions have no such limit.",
+            "Time limit for the scheduler's session to leave the queue and start. After that, the start "
+            "fails. Worker sessions have no such limit.",
             elsewhere=("resource_timeout",),
         ),
         Argument(
@@ -339,8 +338,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Time limit of a worker's start",
             checks.seconds,
             "10 minutes",
-            "Time limit for a worker to connect after its session runs. After that, the cluster replaces "
-            "the session.",
+            "Time limit for a worker to connect after its session runs. After that, the cluster replaces the "
+            "session.",
             elsewhere=("death_timeout",),
         ),
         Option(
@@ -348,8 +347,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Failure limit",
             checks.integer,
             5,
-            "Number of worker failures in a row after which the cluster launches no replacements, until "
-            "the next `scale()` or `adapt()`.",
+            "Number of worker failures in a row after which the cluster launches no replacements, until the "
+            "next `scale()` or `adapt()`.",
             least=1,
         ),
         Option(
@@ -357,8 +356,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Scheduler restarts",
             checks.integer,
             3,
-            "How many schedulers in a row may replace a lost one before the cluster ends. A completed "
-            "task resets the count. 0: the cluster ends with its scheduler.",
+            "How many schedulers in a row may replace a lost one before the cluster ends. A completed task "
+            "resets the count. With 0, the cluster ends with its scheduler.",
             least=0,
         ),
         Option(
@@ -366,31 +365,30 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Pause after a refusal",
             checks.seconds,
             "60s",
-            "After CML refuses a session, how long the cluster waits before it asks for another. Also how "
-            "long sessions may be queued before adaptive scaling stops asking for more.",
+            "How long the cluster waits after CML refuses a session before it asks for another. Adaptive "
+            "scaling stops asking for more sessions while some have been queued for this long.",
         ),
         Option(
             "retire-timeout",
             "Time limit of a retirement",
             checks.seconds,
             "2 minutes",
-            "How long the cluster waits for a word from a worker that moves its data, before it stops the "
-            "session.",
+            "How long a worker that is moving its data may be silent before the cluster stops its session.",
         ),
         Argument(
             "idle-timeout",
             "Idle timeout",
             checks.seconds_or_none,
             None,
-            "Idle time after which the scheduler shuts the cluster down. By default never.",
+            "Idle time after which the cluster shuts down. By default never.",
         ),
         Argument(
             "orphan-timeout",
             "Orphan timeout",
             checks.seconds_or_none,
             "5 minutes",
-            "Time without a connected client and without a process that uses the cluster, after which it "
-            "shuts down. Ignored with `shutdown-on-close: false`.",
+            "Time after which a cluster shuts down that no client and no process uses. Ignored with "
+            "`shutdown-on-close: false`.",
             has_flag=False,  # such a cluster runs on without its creator
         ),
         Argument(
@@ -398,8 +396,9 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Shutdown on close",
             checks.boolean,
             True,
-            "Whether to stop all sessions when the cluster object is closed or its process exits. If "
-            "false, the cluster keeps running.",
+            "Whether to stop all sessions when the cluster object is closed or its process exits. If false, "
+            "the cluster runs on. An object that connects to a running cluster leaves it running, unless the "
+            "argument `shutdown_on_close=True` is given.",
             is_recorded=False,
             has_flag=False,  # the command lets it run on, and the web UI stops it
         ),
@@ -408,8 +407,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "Dashboard forwarding",
             checks.boolean,
             False,
-            "Serve the dashboard on a local port, and point `dashboard_link` at it. For programs that "
-            "cannot log in to CML, such as JupyterLab.",
+            "Whether to serve the dashboard on a local port, to which `dashboard_link` then points. For "
+            "programs that cannot log in to CML, such as JupyterLab.",
             elsewhere=("scheduler_forward_port",),
             is_recorded=False,
             has_flag=False,  # the port would close with the command
@@ -420,15 +419,16 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             checks.names,
             [],
             "Host names of proxies through which browsers reach the forwarded dashboard, such as "
-            '`["hub.example.com"]`. The port refuses requests for other hosts, except for this machine '
-            "and, in a CML session, for CML's hosts.",
+            '`["hub.example.com"]`. The port refuses requests for other hosts, except for this machine and, '
+            "in a CML session, for CML's hosts.",
         ),
         Option(
             "state-directory",
             "State folder",
             checks.folder,
             "~/.dask-cml",
-            "Folder for the records of all clusters. All sessions of the project must share it.",
+            "Folder for the files of all clusters, such as their keys and logs. All sessions of the project "
+            "must share it.",
         ),
     ),
     "The web UI": (
@@ -438,8 +438,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             checks.names,
             None,
             'Names of the CML users who may change clusters in the web UI, such as `["ann"]`. Others only '
-            "view them. By default, all users to whom CML grants write access. Users with the web UI's "
-            "token may always change clusters.",
+            "view them. By default, all users to whom CML grants write access. Users with the web UI's token "
+            "may always change clusters.",
         ),
     ),
     "History and prices": (
@@ -448,7 +448,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.integer,
             500,
-            "Maximum number of ended clusters that the project remembers. 0: no history.",
+            "Maximum number of ended clusters in the project's history. 0 means no history.",
             least=0,
         ),
         Option(
@@ -456,7 +456,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.integer,
             90,
-            "Number of days for which the project remembers an ended cluster.",
+            "Number of days for which an ended cluster stays in the project's history.",
             least=1,
         ),
         Option(
@@ -464,29 +464,29 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.gibibytes_or_none,
             "200 MB",
-            "Maximum size of the logs of ended clusters that the project keeps, in GiB, or a string such "
-            'as "1 GB". "none": no logs. Clusters with a `log-directory` keep their logs there.',
+            'Maximum size of the logs of ended clusters in the history, in GiB, or a string such as "1 GB". '
+            '"none" stores no logs. Logs in a `log-directory` stay there, and do not count.',
         ),
         Option(
             "prices.cpu",
             "",
             checks.positive,
             None,
-            "Price of one hour of a virtual CPU, in any currency. By default, hours have no cost.",
+            "Price of a virtual CPU per hour, in any currency. By default, hours have no cost.",
         ),
         Option(
             "prices.memory",
             "",
             checks.positive,
             None,
-            "Price of one hour of a GiB of memory.",
+            "Price of a GiB of memory per hour.",
         ),
         Option(
             "prices.gpu",
             "",
             checks.positive,
             None,
-            "Price of one hour of a GPU.",
+            "Price of a GPU per hour.",
         ),
     ),
     "Limits of a site": (
@@ -495,7 +495,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.integer,
             None,
-            "Maximum number of sessions of one cluster, with the scheduler's. By default unlimited.",
+            "Maximum number of sessions per cluster, including the scheduler's. By default unlimited.",
             least=1,
         ),
         Option(
@@ -503,22 +503,22 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.positive,
             None,
-            "Maximum virtual CPUs of all sessions of one cluster. By default unlimited.",
+            "Maximum virtual CPUs of all sessions of a cluster. By default unlimited.",
         ),
         Option(
             "limits.memory",
             "",
             checks.gibibytes,
             None,
-            'Maximum memory of all sessions of one cluster, in GiB, or a string such as "1 TiB". By '
-            "default unlimited.",
+            'Maximum memory of all sessions of a cluster, in GiB, or a string such as "1 TiB". By default '
+            "unlimited.",
         ),
         Option(
             "limits.gpu",
             "",
             checks.integer,
             None,
-            "Maximum number of GPUs of all sessions of one cluster. By default unlimited.",
+            "Maximum number of GPUs of all sessions of a cluster. By default unlimited.",
             least=0,
         ),
         Option(
@@ -526,8 +526,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.positive,
             None,
-            "Hours after which a cluster shuts down, from its creation. The limit of its creator counts. "
-            "By default unlimited.",
+            "Hours from its creation after which a cluster shuts down. The limit in its creator's "
+            "configuration counts. By default unlimited.",
             has_flag=True,
         ),
         Option(
@@ -535,7 +535,7 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.integer,
             None,
-            "Maximum number of sessions of all clusters of one user in the state directory. By default "
+            "Maximum number of sessions per user, in all clusters of the `state-directory`. By default "
             "unlimited.",
             least=1,
         ),
@@ -586,8 +586,8 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "",
             checks.seconds,
             "30s",
-            "Time limit of one call. The cluster abandons a call that takes longer, and tries again. If "
-            "the API does not answer, `close()` takes about this long.",
+            "Time limit of one call. The cluster abandons a slower call, and tries again. If the API does "
+            "not answer, `close()` takes about this long.",
         ),
     ),
 }
@@ -595,9 +595,9 @@ _TABLE: dict[str, tuple[Option, ...]] = {
 #: What the sections of the configuration are for.
 SECTIONS = {
     "serve": "The web UI of `dask cml serve`.",
-    "history": "What remains of clusters that have ended.",
+    "history": "The history of ended clusters.",
     "prices": "Prices of the site, from which the cost of clusters is calculated.",
-    "limits": "Limits that catch costly mistakes. Users can raise them; only CML's quotas are binding.",
+    "limits": "Limits that catch costly mistakes. Users can raise them. Only CML's quotas are binding.",
     "api": "Settings for calls of the Workers API.",
 }
 #: All options by their keys below ``cml``.

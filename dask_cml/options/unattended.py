@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,6 +48,18 @@ def offered_options() -> list[Option]:
             text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{NEVER}" is allowed.')
         offered.append(replace(option, default=default, description=text))
     return offered
+
+
+def summary(option: Option) -> str:
+    """Return the first sentence of an option's description, and its default if only a sentence says it.
+
+    Examples
+    --------
+    >>> summary(OPTIONS["processes"])
+    'Number of Dask worker processes in one worker session. By default one per GPU, or 1 without GPUs.'
+    """
+    first, *rest = re.split(r"(?<=\.) (?=\S)", option.description)
+    return " ".join([first, *(sentence for sentence in rest if sentence.startswith("By default"))])
 
 
 def typed(texts: Mapping[str, Any]) -> dict[str, Any]:

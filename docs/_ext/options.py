@@ -3,9 +3,13 @@
 import json
 from collections.abc import Iterator
 from itertools import groupby
+from typing import ClassVar
 
 from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.addnodes import desc_content
 from sphinx.application import Sphinx
+from sphinx.domains.std import ConfigurationValue
 from sphinx.util.docutils import SphinxDirective
 
 from dask_cml.options import table
@@ -36,6 +40,20 @@ class Options(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines()), allow_section_headings=True)
 
 
+class OptionEntry(ConfigurationValue):
+    """An option: Sphinx's entry of a configuration value, which also names the argument."""
+
+    option_spec: ClassVar = {**ConfigurationValue.option_spec, "argument": directives.unchanged_required}
+
+    def transform_content(self, content: desc_content) -> None:
+        """Insert the argument before the type and the default."""
+        super().transform_content(content)
+        if argument := self.options.get("argument"):
+            name = nodes.paragraph("", "", nodes.literal("", argument))
+            field = nodes.field("", nodes.field_name("", "Argument"), nodes.field_body("", name))
+            content[0].insert(0, field)
+
+
 def lines() -> Iterator[str]:
     """Yield the lines of a heading for each group of options, and of a directive for each option."""
     for heading, options in groupby(table.OPTIONS.values(), key=lambda option: option.heading):
@@ -47,6 +65,8 @@ def lines() -> Iterator[str]:
 def described(option: Option) -> Iterator[str]:
     """Yield the lines that describe an option."""
     yield f"```{{confval}} cml.{option.key}"
+    if isinstance(option, Argument):
+        yield f":argument: {option.name}"
     yield f":type: {type_name(option)}"
     if option.default not in (None, [], {}):
         yield f":default: `{json.dumps(option.default)}`"
@@ -65,4 +85,5 @@ def type_name(option: Option) -> str:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("cml-options", Options)
+    app.add_directive_to_domain("std", "confval", OptionEntry, override=True)
     return {"parallel_read_safe": True}
