@@ -97,7 +97,7 @@ class WorkerGroup:
     n_workers : int
         Number of requested worker sessions.
     n_arrived : int
-        Number of worker sessions of which a Dask worker is connected.
+        Number of worker sessions with a connected Dask worker.
     size : SessionSize
         Virtual CPUs, memory in GiB, and GPUs of a session.
     nthreads : int
@@ -380,7 +380,7 @@ class CMLCluster(SpecCluster):
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
     ) -> CMLCluster:
-        """Connect to a running cluster that another process of the project created.
+        """Connect to a running cluster of the project.
 
         The cluster keeps running after :meth:`close`, this object's ``with`` block and its process. To end
         the cluster, call :meth:`shutdown`. CML stops a worker session with the session that launched it, so
@@ -393,13 +393,13 @@ class CMLCluster(SpecCluster):
         shutdown_on_close : bool
             Whether to stop all sessions when this object is closed or its process exits. Default False.
         forward_dashboard : bool, optional
-            Whether this machine forwards the dashboard on a local port. Default False.
+            Whether to serve the dashboard on a local port. Default False.
         asynchronous : bool
             Whether the cluster is used with ``await`` in a running event loop. Default False.
         loop : tornado.ioloop.IOLoop, optional
             The event loop. Default: a new one in a thread or, if `asynchronous`, the running one.
         silence_logs : int, str or False
-            Logging level below which this process shows none of Dask's logs. Default ``logging.WARNING``.
+            Level below which Dask logs nothing in this process. Default ``logging.WARNING``.
         quiet : bool
             If True, print nothing about sessions. Default False.
 
@@ -605,7 +605,9 @@ class CMLCluster(SpecCluster):
         return adaptive
 
     def stop_adapting(self, group: str) -> Any:
-        """Keep a group's number of sessions. In a remote's event loop, return an awaitable.
+        """Stop a group's adaptive scaling at its present number of sessions.
+
+        Return an awaitable in an event loop, if another process manages the cluster.
 
         Parameters
         ----------
@@ -757,7 +759,7 @@ class CMLCluster(SpecCluster):
         ValueError
             If no such group exists, or it is the default group.
         CMLError
-            If the cluster is not running. Also if no other worker can take the data: then the workers stay
+            If the cluster is not running, or if no other worker can take the data. The workers then stay
             until others can.
         """
         return self.sync(self._delete_group, name)
@@ -1224,7 +1226,7 @@ class CMLCluster(SpecCluster):
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
 
-        If this process keeps the cluster, it first carries out the last change, such as ``scale(0)``. It
+        If this process manages the cluster, it first carries out the last change, such as ``scale(0)``. It
         waits as long as sessions are launched or stopped, or move their data.
 
         Raises
@@ -1290,12 +1292,12 @@ class CMLCluster(SpecCluster):
 
     @property
     def is_remote(self) -> bool:
-        """Whether another process keeps the cluster, so that this one writes on its board."""
+        """Whether another process manages the cluster. Requests made here are passed to it."""
         return self.sharing.role is Role.FOLLOWER and self.status == Status.running
 
     @property
     def is_keeper(self) -> bool:
-        """Whether this process launches and stops the cluster's sessions."""
+        """Whether this process manages the cluster: it launches and stops the sessions."""
         return self.sharing.role is Role.KEEPER
 
     @property
@@ -1310,7 +1312,7 @@ class CMLCluster(SpecCluster):
 
     @property
     def view(self) -> View:
-        """What this process knows of the sessions, or has heard of them from the keeper."""
+        """What this process knows of the sessions, or has heard from the process that manages the cluster."""
         return self.sharing.view or self._own_view
 
     @property
@@ -1320,7 +1322,7 @@ class CMLCluster(SpecCluster):
 
     @property
     def problem(self) -> str | None:
-        """The present problem, as a clause. None if there is none."""
+        """The cluster's present problem, such as an exhausted quota. None if there is no problem."""
         if self.status == Status.running and self.sharing.problem:
             return self.sharing.problem
         return self.sharing.end or self.view.problem or self.sharing.workers_problem
@@ -1350,7 +1352,7 @@ class CMLCluster(SpecCluster):
 
     @property
     def scheduler_address(self) -> str:
-        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by it."""
+        """The address for clients. If the cluster has keys, ``cml://<name>``, by which clients find them."""
         if self.scheduler_comm is None or self.status == Status.closed:
             return "<Not Connected>"
         return self.sharing.address or str(self.scheduler_comm.address)
@@ -1363,7 +1365,7 @@ class CMLCluster(SpecCluster):
 
     @property
     def dashboard_link(self) -> str:
-        """The URL of the scheduler's dashboard. Empty without one, or if another program has its port."""
+        """The URL of the dashboard. Empty if the scheduler has none, or another program uses its port."""
         if self.scheduler is None or not self.has_dashboard:
             return ""
         link = self.sharing.dashboard_link
@@ -1386,8 +1388,8 @@ class CMLCluster(SpecCluster):
         scheduler : bool
             Whether to include the scheduler's log. Default True.
         workers : bool or iterable of str
-            Whether to include the workers' logs. Or the workers to include: names of sessions, names of Dask
-            workers, or addresses. Default True.
+            Whether to include the workers' logs, or a list of workers to include, by the names of sessions or
+            Dask workers, or by addresses. Default True.
 
         Returns
         -------
@@ -1428,10 +1430,10 @@ class CMLCluster(SpecCluster):
     def usage(self) -> Any:
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
 
-        A session counts from its launch or, if it was queued, from the end of the queue. It counts until
-        a process stops it or the keeper notices its end, so hours without a keeper are an upper bound. Sizes
-        are taken from the options, even if a resource profile in `launch_options` sets others. After
-        :meth:`close`, the result covers the cluster's whole lifetime.
+        A session counts from its launch or, if it was queued, from the end of the queue. It counts until it
+        is stopped or found to have ended. While no process manages the cluster, the hours may be too high.
+        Sizes are those of the options, even if a resource profile in `launch_options` sets others. After the
+        cluster has shut down, the result covers its whole lifetime.
 
         Returns
         -------
@@ -1517,7 +1519,7 @@ class CMLCluster(SpecCluster):
 
     @classmethod
     def open(cls) -> list[CMLCluster]:
-        """Return the clusters of this process that are not closed. :func:`dask_cml.close_all` closes them.
+        """Return the open clusters of this process. :func:`dask_cml.close_all` closes them.
 
         Examples
         --------
@@ -1603,7 +1605,7 @@ class CMLCluster(SpecCluster):
 
 
 def close_all() -> None:
-    """Close the clusters of this process, as :meth:`CMLCluster.close` does.
+    """Close all clusters of this process, as :meth:`CMLCluster.close` does.
 
     It shuts down those that this process has created. Others keep running, and so do those that were created
     with ``shutdown_on_close=False``. A cluster that was created with ``asynchronous=True`` is closed by its

@@ -72,8 +72,8 @@ def shell(*arguments, code=0):
     return result.stdout, result.stderr
 
 
-KEEPER_ADAPTS = "the process that keeps it adapts it, also after this command"
-COMMAND_ADAPTS = "this command adapts it, until Ctrl-C"
+KEEPER_ADAPTS = "the process that manages it adapts it, even after this command ends"
+COMMAND_ADAPTS = "this command adapts it until you press Ctrl-C"
 
 
 def run(*arguments, code=0):
@@ -287,7 +287,7 @@ def test_a_command_adapts_a_cluster_that_nobody_keeps_until_ctrl_c(platform, lef
         assert process.stdout.readline() == f"Cluster mine adapts between 2 and 2 workers: {COMMAND_ADAPTS}\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
-        assert process.stdout.read() == "Cluster mine keeps 2 workers and no longer adapts\n"
+        assert process.stdout.read() == "Cluster mine stays at 2 workers and no longer adapts\n"
         # Dask's Adaptive before 2024.11 also logs its end when it is collected.
         errors = process.stderr.read().splitlines()
         assert [line for line in errors if not line.endswith("INFO - Adaptive stop")] == []

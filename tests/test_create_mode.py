@@ -45,7 +45,7 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
         other = make(name="lab", cpu=2, processes=2, worker_args=[], create_mode="connect", quiet=False)
         async with other:
             assert (other.options.cpu, other.options.processes) == (1, 1)
-            kept = f"{said}; it keeps its cpu, processes, worker_args. {ends}\n"
+            kept = f"{said}; it runs with its own cpu, processes, worker_args. {ends}\n"
             assert kept in capsys.readouterr().out
             other.scale(2)
             await holds(lambda: len(first.scheduler_info["workers"]) == 2)

@@ -513,7 +513,8 @@ def test_doctor_shows_the_limits_of_the_session(cml, monkeypatch, has_jupyterlab
     finding = environment.time_outs()
     assert finding.state == "warning"
     assert (
-        "CML ends session kbmjhsx8uobd5ks9 after 90 min without use, even while it computes." in finding.words
+        "CML ends session kbmjhsx8uobd5ks9 after 90 min without use, in some editors even while it computes."
+        in finding.words
     )
     assert ("JUPYTER_SERVER_TIMEOUT_SECONDS" in finding.words) == has_jupyterlab
 
@@ -625,12 +626,12 @@ def application(monkeypatch):
         (
             (200, READER),
             "warning",
-            "who may not change clusters there: to change them, send the web UI's token",
+            "who may not change clusters there. To change them, also send the web UI's token",
         ),
         (
             (401, {"error": "The token is not"}),
             "warning",
-            "but CML names no user: send the web UI's token, too",
+            "but CML names no user: also send the web UI's token",
         ),
         ((403, {"error": "refuses requests for host"}), "wrong", "refuses the request: refuses requests for"),
         ((302, LOGIN), "wrong", "its answer is 302. Create an API key"),

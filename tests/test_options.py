@@ -431,8 +431,8 @@ def test_a_name_in_the_place_of_n_workers_is_refused_with_the_argument(stub):
     [
         ("no.such.Class", "No module named 'no'"),
         ("distributed.NoSuch", "has no attribute 'NoSuch'"),
-        ("distributed.Scheduler", "it is none"),
-        ("os", "it is none"),
+        ("distributed.Scheduler", "it is no class of Dask workers"),
+        ("os", "it is no class of Dask workers"),
     ],
 )
 @pytest.mark.parametrize("group", [False, True])

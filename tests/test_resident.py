@@ -174,10 +174,10 @@ async def test_a_cluster_that_cannot_keep_itself_says_so_and_tries_again(it, mon
     await leave_alone(it)
     await eventually(lambda: len(starts) == 3)
     assert (
-        "no process replaces workers or adapts, because the keeper in its scheduler's"
+        "no process replaces workers or adapts, because its own process in its scheduler's"
         in state().workers.problem
     )
-    assert caplog.text.count("Cluster night not kept by this session: exit status 1") == 1
+    assert caplog.text.count("Cluster night not managed by this session: exit status 1") == 1
     monkeypatch.setattr(resident, "run", run)
     await eventually(lambda: state().manager == WHO)
     async with rebuild("night") as cluster:

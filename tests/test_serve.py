@@ -776,7 +776,7 @@ async def test_on_cml_the_link_is_of_cml_and_no_text_asks_for_a_printed_token(se
     await asyncio.wait_for(listens.wait(), PATIENCE)
     printed = capsys.readouterr().out
     assert "Open the web UI: https://read-only-eng1ne0000000000.ml.example.com/\n" in printed
-    assert "there is no token" in printed
+    assert "It needs no token" in printed
     answer = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{session}/api/clusters", raise_error=False)
     assert answer.code == 401
     assert "open the web UI by its link in CML" in answer.body.decode()
@@ -1097,7 +1097,7 @@ async def test_an_api_key_of_cml_alone_is_no_token_and_the_answer_says_what_to_s
     server.access.behind_entry = True
     answer = await server.ask("GET", "/api/clusters", token=False, **API_KEY)
     assert answer.status == 401
-    assert "send the web UI's token, too, in the header Dask-CML-Token" in answer.json["error"]
+    assert "Also send the web UI's token in the header Dask-CML-Token" in answer.json["error"]
     assert "0123.abcd" not in answer.text
     answer = await server.ask("GET", "/api/clusters", token=False, **{"Dask-CML-Token": "x"})
     assert answer.status == 401

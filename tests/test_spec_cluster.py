@@ -330,7 +330,9 @@ async def test_a_remote_refuses_a_worker_of_another_class(it):
         remote.worker_spec["other"] = {"cls": Elsewhere}
         remote.worker_spec["noted"] = {**remote.new_spec, "cls": Noted}
         add(remote, "large", memory=8)
-        with pytest.raises(CMLError, match=r"^noted, other not added to cluster mine: another process keeps"):
+        with pytest.raises(
+            CMLError, match=r"^noted, other not added to cluster mine: another process manages"
+        ):
             await remote._correct_state()
         await eventually(lambda: sizes(keeper) == sizes(remote) == [2, 8])
         assert {*remote.worker_spec} == {"mine-0", "large"}

@@ -81,7 +81,7 @@ async def test_six_workers_where_one_has_room(platform, room, holds):
         text = await listed(cluster.name, status="running", workers=1, waiting=5)
         assert "1 (5 queued for " in text
         await holds(lambda: "worker sessions queued" in log_of(cluster))
-        [n] = re.findall(r"has (\d+) of 6 worker sessions queued", log_of(cluster))
+        [n] = re.findall(r"(\d+) of 6 worker sessions queued", log_of(cluster))
         assert 1 <= int(n) <= 5  # those that had waited long enough when the line was logged
         assert "failed" not in log_of(cluster)
         assert {session.id for session in cluster.sessions} == before
@@ -155,7 +155,7 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
 async def test_the_reason_of_a_wait_is_reported_once_with_what_helps(it):
     it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
     async with clusters.simulate(name="lab", n_workers=1) as cluster:
-        await eventually(lambda: "has 1 of 1 worker sessions queued" in log_of(cluster))
+        await eventually(lambda: ": 1 of 1 worker sessions queued" in log_of(cluster))
         [worker] = cluster.workers.values()
         for used in (50, 51):
             it.platform.set(worker.session_id, k8sMessage=f"exceeded quota: pods, used: pods={used}")

@@ -67,9 +67,10 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
 async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> None:
     """Let a cluster scale with its workload.
 
-    It gets at least MINIMUM and at most MAXIMUM worker sessions. Without MAXIMUM, the cluster takes the
-    limit of the site, or 100. The process that keeps the cluster adapts it, such as the notebook that
-    created it. If there is none, this command does until Ctrl-C; the cluster then keeps its workers.
+    It gets at least MINIMUM and at most MAXIMUM worker sessions. Without MAXIMUM, the maximum is the
+    limit of the site, or 100. The process that manages the cluster adapts it, such as the notebook that
+    created it. If no process manages the cluster, this command adapts it until you press Ctrl-C. The
+    workers then stay.
     """
     from distributed.core import Status
 
@@ -79,11 +80,11 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             await cluster.sharing.written()
             adapts_here = cluster.is_keeper
             bounds = f"{adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-            who = "this command adapts it, until Ctrl-C"
+            who = "this command adapts it until you press Ctrl-C"
             if not adapts_here:
-                who = "the process that keeps it adapts it, also after this command"
+                who = "the process that manages it adapts it, even after this command ends"
             echo(f"Cluster {name} adapts between {bounds}: {who}")
-            # The board says if another process keeps the cluster. The scheduler may be silent for long.
+            # The board says if another process manages the cluster. The scheduler may be silent for long.
             while _keeps(cluster) and cluster.view.limits(group) == adaptive.limits:
                 show(_present(cluster, cluster.view.target(group), group))
                 await asyncio.sleep(_INTERVAL)
@@ -91,8 +92,8 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             show()
             cluster.stop_adapting(group)
             await cluster.sharing.written()
-            kept = _n_workers(cluster.view.target(group), group)
-            echo(f"Cluster {name} keeps {kept} and no longer adapts")
+            n_workers = _n_workers(cluster.view.target(group), group)
+            echo(f"Cluster {name} stays at {n_workers} and no longer adapts")
             raise
         if cluster.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {cluster.problem or _DELETED}")
@@ -108,7 +109,7 @@ def _keeps(cluster: CMLCluster) -> bool:
 
 
 def connected(name: str) -> CMLCluster:
-    """Return a cluster that runs on after an ``async with`` block. If nobody keeps it, this process does."""
+    """Return a cluster that outlives an ``async with`` block. If nobody manages it, this process does."""
     from dask_cml.cluster import CMLCluster
 
     return CMLCluster.from_name(name, asynchronous=True, quiet=True)
@@ -202,7 +203,7 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
 @of_cluster
 @click.argument("group")
 async def delete_group(name: str, group: str) -> None:
-    """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
+    """Delete a worker group, and stop its sessions after its workers have moved their results to others."""
     show(f"Deleting worker group {group}")
     async with connected(name) as cluster:
         await cluster.delete_worker_group(group)
@@ -233,7 +234,9 @@ async def list_groups(name: str, as_json: bool) -> None:
 @cml.command()
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--all", "everything", is_flag=True, help="Delete all clusters of the project.")
-@click.option("--reason", metavar="TEXT", help="Why, for the clusters' history. Default: who deletes them.")
+@click.option(
+    "--reason", metavar="TEXT", help="Reason to note in the history. Default: who deletes the clusters."
+)
 async def delete(names: Sequence[str], everything: bool, reason: str | None) -> None:
     """Delete clusters, and stop all their sessions."""
     from dask_cml.records import operations, store
@@ -251,8 +254,8 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
 async def prune() -> None:
     """Delete dead clusters, and skip clusters that may be alive.
 
-    A cluster is dead if CML lists its scheduler's session as ended. If CML does not list it here, the cluster
-    is dead if its scheduler neither answers nor has dated its file for two minutes.
+    A cluster is dead if CML lists its scheduler's session as ended. If CML does not list the session here,
+    the cluster is dead if its scheduler does not answer, and has given no sign of life for two minutes.
     """
     from dask_cml.records import operations
 
@@ -260,7 +263,7 @@ async def prune() -> None:
     results, skipped = await operations.prune()
     show()
     for name, why in skipped.items():
-        echo(f"Cluster {name} skipped: {why}. To delete it all the same: `{_delete(name)}`", err=True)
+        echo(f"Cluster {name} skipped: {why}. To delete it anyway: `{_delete(name)}`", err=True)
     _report(results, "No dead clusters.")
 
 

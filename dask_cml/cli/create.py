@@ -173,18 +173,18 @@ def create(new_name: str | None, **options: Any) -> None:
 async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
     """Serve a web UI of all clusters of the project.
 
-    The command keeps the clusters that are created there. The command runs until Ctrl-C or SIGTERM, and
-    then stops the clusters that it created. In CML, run it as an Application.
+    The command manages the clusters that you create there. It runs until Ctrl-C or SIGTERM, and then stops
+    these clusters. In CML, run it as an Application.
     """
     from dask_cml.serve.servers import serve as serve_web_ui
 
     await serve_web_ui(port, _print_link, open_browser, dashboard_port)
-    echo("The web UI is closed; the clusters created there are stopped.", err=True)
+    echo("The web UI is closed, and the clusters created there are stopped.", err=True)
 
 
 def _print_link(link: str, behind_entry: bool) -> None:
     echo(f"Open the web UI: {link}")
     if behind_entry:
-        echo("An Application has another link, which CML shows. CML logs you in, so there is no token.")
+        echo("An Application has another link, which CML shows. It needs no token, because CML logs you in.")
     else:
         echo("To stop it and the clusters created there, press Ctrl-C.", err=True)

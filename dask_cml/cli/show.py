@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
 _PATIENCE = 5.0
-_NO_MANAGER = "no process: nobody replaces lost workers, or adapts"
+_NO_MANAGER = "no process: lost workers are not replaced, and nothing adapts"
 _NO_CLUSTERS = "No clusters. Create one: dask cml create --n-workers 2"
 _COLUMNS = ("name", "status", "workers", "threads", "memory", "tasks", "by", "age", "dashboard")
 
@@ -228,10 +228,9 @@ def _print(lines: Iterable[tuple[str, str | None]], usage: Usage) -> None:
 @click.option("--tail", type=click.IntRange(min=1), metavar="N", help="Only the last N lines of each log.")
 @click.option("--warnings", is_flag=True, help="Only warnings and errors.")
 def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warnings: bool) -> None:
-    """Print the logs of a cluster, also after its end.
+    """Print the logs of a cluster, even after it has ended.
 
-    These are the logs of the cluster, its scheduler and its workers. WORKER is the name of a worker,
-    "Cluster" or "Scheduler". Default: all.
+    WORKER is the name of a worker, "Cluster" or "Scheduler". Without it, the command prints all logs.
     """
     from dask_cml.records import history, operations, store
 
@@ -316,15 +315,15 @@ class _LogPrinter:
 @click.option(
     "--application",
     metavar="URL",
-    help="Address of a web UI that runs as an Application: whether a program can open it with an API key of "
-    "CML, from the variable DASK_CML_APPLICATION_KEY.",
+    help="Check whether a program can open this web UI, which runs as an Application, with the API key in "
+    "the variable DASK_CML_APPLICATION_KEY.",
 )
 @as_json
 def doctor(names: Sequence[str], timeout: float, application: str | None, as_json: bool) -> None:
     """Check this environment and running clusters.
 
-    The command prints commands that fix problems. NAMES are the clusters to check. Default: all of the
-    project. The exit code is 1 if a check fails.
+    For a problem, the command prints a command that fixes it. NAMES are the clusters to check, by default
+    all of the project. The exit code is 1 if a check fails.
     """
     from dask_cml.doctor import examine
 

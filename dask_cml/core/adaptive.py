@@ -103,7 +103,7 @@ class CMLAdaptive(Adaptive):
     - Without any work, it keeps them for ``wait_count`` times ``interval`` only, unless the last pause
       without work was shorter than the start time.
 
-    The process that keeps the cluster adapts it. Elsewhere, this object only says between which limits.
+    The process that manages the cluster adapts it. In other processes, this object only holds the limits.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ class CMLAdaptive(Adaptive):
     # -- begin and end
 
     def begin(self) -> None:
-        """Adapt regularly from now on, in the event loop of the process that keeps the cluster."""
+        """Adapt regularly from now on, in the event loop of the process that manages the cluster."""
         if self.interval and self.periodic_callback is None and not self._released:
             self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
             self.periodic_callback.start()
@@ -206,7 +206,7 @@ class CMLAdaptive(Adaptive):
         self.state = "stopped"
 
     def stop(self, reason: str = "unknown") -> None:
-        """Stop adaptive scaling. The cluster keeps its current number of workers.
+        """Stop adaptive scaling at the present number of workers.
 
         Parameters
         ----------
@@ -224,7 +224,7 @@ class CMLAdaptive(Adaptive):
     # -- for Dask's AdaptiveCore
 
     async def adapt(self) -> None:
-        """Scale by the work, if this process keeps the cluster."""
+        """Scale by the work, if this process manages the cluster."""
         if self.cluster.keeps and not self._released:
             await super().adapt()
 

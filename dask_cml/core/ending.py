@@ -273,7 +273,7 @@ class Ending:
             if to_launch := self._view.to_launch:
                 parts.append(f"{', '.join(to_launch)} not launched")
         elif self._cluster.sharing.left_to_do:
-            parts.append("no process that keeps the cluster has taken it")
+            parts.append("no process that manages the cluster has taken it over")
         if not parts:
             return None
         commands = [

@@ -72,7 +72,7 @@ class Messages:
             return {}
         n_wanted = len(self._cluster.groups.workers())
         reason = next(filter(None, (worker.reason for worker in waiting)), "")
-        line = f" has {len(waiting)} of {n_wanted} worker sessions queued"
+        line = f": {len(waiting)} of {n_wanted} worker sessions queued"
         # The platform may tell the reason later, and in words that change.
         return {"queued, with a reason": f"{line}: {reason}"} if reason else {"queued": line}
 

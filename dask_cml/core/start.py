@@ -43,7 +43,7 @@ def check_worker_class(options: Options) -> None:
     if name is None or "PYTHONPATH" in options.env:  # where it may be
         return
     try:
-        found, why = import_term(name), "it is none"
+        found, why = import_term(name), "it is no class of Dask workers"
     except (ImportError, AttributeError) as error:
         found, why = None, repr(error)
     except Exception:  # its module may need what only workers have, such as a GPU

@@ -16,7 +16,7 @@ from dask_cml.words import printable, shortened
 #: The variable with an API key of CML, which is no argument, because others see arguments.
 _KEY = "DASK_CML_APPLICATION_KEY"
 _CREATE = "Create an API key in CML's user settings, with the audience Application"
-_WITH_TOKEN = "send the web UI's token, too, in the header Dask-CML-Token"
+_WITH_TOKEN = "also send the web UI's token in the header Dask-CML-Token"
 _LONGEST = 200
 
 
@@ -62,7 +62,7 @@ def open_application(url: str, timeout: float) -> Finding:
     words = f"{url} opens with the API key, and CML names {printable(str(user.get('name')))} in REMOTE-USER"
     if user.get("may_change") is True:
         return Finding("ok", f"{words}, who may change clusters.")
-    return Finding("warning", f"{words}, who may not change clusters there: to change them, {_WITH_TOKEN}.")
+    return Finding("warning", f"{words}, who may not change clusters there. To change them, {_WITH_TOKEN}.")
 
 
 def _get(url: str, key: str, timeout: float) -> tuple[int, bytes]:

@@ -264,8 +264,8 @@ def _copies(package: str) -> dict[Path, str]:
 def dashboard() -> Finding:
     """Check that what dask-cml requires for the scheduler's dashboard is installed."""
     if missing := unmet("dask-cml", "dashboard"):
-        lacks = "; ".join(missing.values())
-        words = f"The dashboard needs {', '.join(missing)}; {lacks}. Otherwise, parts of it fail."
+        lacks = " and ".join(missing.values())
+        words = f"Parts of the dashboard fail, because {lacks}. It needs {', '.join(missing)}."
         return Finding("warning", words, pip_command("install", *missing))
     return Finding("ok", "What the dashboard needs is installed.")
 

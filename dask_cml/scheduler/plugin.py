@@ -103,7 +103,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         port = os.environ.get(DASHBOARD_PORT)
         self._serves_dashboard = port is None or port == str(scheduler.services["dashboard"].port)
         if not self._serves_dashboard:
-            logger.warning("Dashboard not linked: another program has its port %s", port)
+            logger.warning("Dashboard not linked: another program uses its port %s", port)
         self._cluster, self._record = begin["cluster"], begin["record"]
         self._board = Board(begin["groups"], begin.get("keeper"), begin.get("writers"))
         self._manager: str | None = begin.get("manager")

@@ -69,7 +69,7 @@ class Resident:
 
     async def _run(self) -> None:
         """Run the process until it ends, or is cancelled because it hangs."""
-        logger.info("Cluster %s has no keeper: starting one in this session", self._cluster)
+        logger.info("Cluster %s is not managed: starting a process for it in this session", self._cluster)
         began, why = time.monotonic(), f"no answer within {_HUNG:g} s"
         try:
             status = await run(self._cluster, self._folder, self._closes)
@@ -84,10 +84,10 @@ class Resident:
 
     def _note_failure(self, why: str) -> None:
         if self.problem is None:
-            logger.warning("Cluster %s not kept by this session: %s", self._cluster, why)
+            logger.warning("Cluster %s not managed by this session: %s", self._cluster, why)
         self.problem = (
-            f"no process replaces workers or adapts, because the keeper in {WHO} failed with {why}, see the "
-            "scheduler's log; connect with CMLCluster.from_name"
+            f"no process replaces workers or adapts, because its own process in {WHO} failed with {why}. See "
+            "the scheduler's log, and connect with CMLCluster.from_name"
         )
         self._not_before = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

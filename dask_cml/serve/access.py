@@ -30,8 +30,8 @@ _TOKEN_HEADER = "Dask-CML-Token"
 TOKEN_VARIABLE = "DASK_CML_SERVE_TOKEN"
 _MAY_CHANGE = "RW"
 _UNKNOWN_TOKEN = (
-    "The token is not that of this web UI. If it is an API key of CML, CML names no user with it: send the "
-    f"web UI's token, too, in the header {_TOKEN_HEADER}."
+    "The token is not that of this web UI. If it is an API key of CML, CML names no user with it. Also send "
+    f"the web UI's token in the header {_TOKEN_HEADER}."
 )
 #: The page loads nothing from other sites.
 POLICY = "default-src 'self'; img-src 'self' data:"

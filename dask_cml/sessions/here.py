@@ -113,7 +113,7 @@ def session_limits() -> str:
     most = _minutes("JOB_MAXIMUM_MINUTES" if is_job else "SESSION_MAXIMUM_MINUTES")
     ends = []
     if idle is not None:
-        ends.append(f"after {format_duration(idle)} without use, even while it computes")
+        ends.append(f"after {format_duration(idle)} without use, in some editors even while it computes")
     if most is not None:
         left = most - _age()
         ends.append(

@@ -203,6 +203,6 @@ class Follower(Sessions):
         if refused:
             raise CMLError(
                 f"{', '.join(refused)} not added to cluster {self._cluster.options.name}: another process "
-                "keeps it and makes its workers. From here it gets options, but no classes and none of their "
-                "other arguments"
+                "manages it and makes its workers. A worker that is added here can have other options, but "
+                "no class and no arguments of its own"
             )

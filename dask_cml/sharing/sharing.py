@@ -265,7 +265,7 @@ class Sharing(Alone):
                 f"`dask cml delete {shlex.quote(name)}`"
             )
         differing = cluster.options.differing(given, record.options)
-        kept = f"; it keeps its {', '.join(differing)}" if differing else ""
+        kept = f"; it runs with its own {', '.join(differing)}" if differing else ""
         cluster.shutdown_on_close = shutdown = bool(given.get("shutdown_on_close"))
         if cluster.options.create_mode != "connect" or kept:
             how = "shuts it down" if shutdown else "leaves it running; to end it, call cluster.shutdown()"
@@ -457,11 +457,11 @@ class Sharing(Alone):
             await keeper.succeed(record)
             self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
         cluster.begin_looking()
-        logger.info("Cluster %s kept by this process", record.name)
+        logger.info("Cluster %s managed by this process", record.name)
 
     async def _yield(self, keeper: Keeper) -> None:
         """Leave the cluster to another process that keeps it now, and stop nothing."""
-        logger.info("Cluster %s kept by another process", self._cluster.options.name)
+        logger.info("Cluster %s managed by another process", self._cluster.options.name)
         await self._cluster.stop_looking()  # a launch that is answered meanwhile is entered into the record
         self._cluster.note_changes_by_hand()
         self._follow_role()
