@@ -46,6 +46,8 @@ y = (x + x.T).persist()
 y.std(axis=0).mean().compute()"""
 
 
+#: Width of the web UI's pages. They are narrow, so that their text is readable in the documentation.
+WIDTH = 960
 LIVE = ("scheduling", "starting", "running")
 #: The steps of the work on the web UI's cluster, and how many seconds each takes.
 STEPS = {"load": 0.3, "clean": 0.1, "features": 0.5, "fit": 0.8, "score": 0.2}
@@ -76,8 +78,14 @@ def take_lab(chrome: Any, folder: Path) -> None:
 
 
 def take_web_ui(chrome: Any, server: PageServer) -> None:
-    gpu = {"n-workers": 1, "cpu": 4, "memory": 16, "nvidia-gpu": 1}
-    options = {"name": "churn-model", "n_workers": 2, "cpu": 2, "memory": 8, "worker_groups": {"gpu": gpu}}
+    large = {"n-workers": 1, "cpu": 4, "memory": 16}
+    options = {
+        "name": "churn-model",
+        "n_workers": 2,
+        "cpu": 2,
+        "memory": 8,
+        "worker_groups": {"large": large},
+    }
     assert server.ask("POST", "api/clusters", options)[0] in (201, 202)
     server.until_runs("churn-model", 3)
     create = ["cml", "create", "--name", "sweep", "--n-workers", "4", "--platform", "local"]
@@ -93,20 +101,22 @@ def take_web_ui(chrome: Any, server: PageServer) -> None:
         running[100].result()
         limits = {"minimum": 1, "maximum": 2}
         assert server.ask("POST", "api/clusters/churn-model/adapt", limits)[0] == 200
-        page = chrome.new_context(viewport={"width": 1280, "height": 350}).new_page()
+        page = chrome.new_context(
+            viewport={"width": WIDTH, "height": 350}, device_scale_factor=1.5
+        ).new_page()
         page.set_default_timeout(120_000)
         page.goto(server.link)
         page.locator("tbody", has_text="forecast").filter(has_text="1 queued").wait_for()
         page.locator("tbody", has_text="sweep").filter(has_text="running").wait_for()
         page.screenshot(path=IMAGES / "serve-list.png")
-        page.set_viewport_size({"width": 1280, "height": 1600})
+        page.set_viewport_size({"width": WIDTH, "height": 1600})
         page.get_by_role("link", name="churn-model").click()
         page.locator("#dashboard summary").click()
         stream = Pane(page.frame_locator("#view iframe"))
         until(lambda: stream.coloured > 50_000)
         page.mouse.move(0, 0)
         box = page.locator("#dashboard").bounding_box()
-        clip = {"x": 0, "y": 0, "width": 1280, "height": box["y"] + box["height"] + 24}
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + box["height"] + 24}
         page.screenshot(path=IMAGES / "serve-cluster.png", clip=clip)
         del running
     assert server.ask("DELETE", "api/clusters/sweep")[0] == 200
@@ -129,7 +139,10 @@ def take_start(lab: Page) -> None:
     cells = lab.notebook.locator(".jp-Cell")
     cells.first.locator("td", has_text="starting").nth(3).wait_for()
     lab.page.mouse.move(0, 0)
-    lab.page.screenshot(path=IMAGES / "start.png", clip=cells.first.bounding_box())
+    output = cells.first.locator(".jp-OutputArea-output").last
+    box, table = output.bounding_box(), output.locator("table").bounding_box()
+    width = table["x"] + table["width"] + 8 - box["x"]
+    lab.page.screenshot(path=IMAGES / "start.png", clip={**box, "width": width})
     testbed.configure(start_delay=0)
     cells.first.filter(has_text="Cluster dawn started in").wait_for()
 
@@ -159,9 +172,7 @@ def take_widget(lab: Page) -> None:
     cells.last.get_by_role("tab", name="Sessions").click()
     cells.last.locator("td", has_text="connected").nth(2).wait_for()
     lab.page.mouse.move(0, 0)
-    first, last = cells.first.bounding_box(), cells.last.bounding_box()
-    height = last["y"] + last["height"] - first["y"]
-    lab.page.screenshot(path=IMAGES / "widget.png", clip={**first, "height": height})
+    lab.page.screenshot(path=IMAGES / "widget.png", clip=cells.last.locator(".widget-tab").bounding_box())
 
 
 if __name__ == "__main__":
