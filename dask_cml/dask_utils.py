@@ -1,10 +1,10 @@
 """The functions of the Dask applied-ML prototype. Code that uses it runs after changing the import.
 
 The functions launch a cluster, first its scheduler and then its workers. The caller must stop the sessions.
-For new code, use :class:`~dask_cml.CMLCluster`: it launches all sessions at once, scales, replaces lost
+For new code, use :class:`~dask_cml.CMLCluster`, which launches all sessions at once, scales, replaces lost
 workers, encrypts, and stops its sessions itself.
 
-**These clusters are open**, like the prototype's: anyone who reaches the scheduler can run code as you. They
+**These clusters are open**, like the prototype's. Anyone who reaches the scheduler can run code as you. They
 have no keys, because the functions cannot return them. ``cml.security`` has no effect.
 
 Apart from the functions' parameters, the clusters use Dask's configuration like a CMLCluster

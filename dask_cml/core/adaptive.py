@@ -93,14 +93,13 @@ class CMLAdaptive(Adaptive):
     takes the start time from the scheduler's session at first, and then from the group's own sessions.
 
     - It launches as many sessions as are needed to finish the known work within a time span after their
-      start. Present and starting sessions work until then, so it launches nothing for work that will be done
-      before.
+      start. It launches nothing for work that present and starting sessions will have done by then.
     - The time span is ``target_duration``, or a quarter of the start time if that is longer. With more than
       ``minimum`` sessions, an additional session must be worth its start. The time span is then
       ``target_duration`` plus half of the start time, or at least twice ``target_duration``.
-    - It closes no starting session while work waits. When work decreases, it keeps unneeded sessions for
+    - It closes no starting session while work waits. When work decreases, it closes unneeded sessions after
       ``wait_count`` times ``interval`` plus the start time.
-    - Without any work, it keeps them for ``wait_count`` times ``interval`` only, unless the last pause
+    - Without any work, it closes them after ``wait_count`` times ``interval`` only, unless the last pause
       without work was shorter than the start time.
 
     The process that manages the cluster adapts it. In other processes, this object only holds the limits.

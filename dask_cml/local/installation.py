@@ -34,7 +34,7 @@ def install(force: bool = False) -> None:
     real = [name for name in ("cml", "cdsw") if _is_real(name)]
     if real and not force:
         raise RuntimeError(
-            f"{real[0]} is installed, so this may be CML itself; to hide it, call install(force=True)"
+            f"{real[0]} is installed, and this may be CML itself. To hide it, call install(force=True)"
         )
     package = types.ModuleType("cml", "A replacement for the cml package of CML sessions.")
     package.__path__ = []

@@ -23,9 +23,8 @@ def configure(quota: Mapping[str, float] | None = None, over_quota: str = _REFUS
         The most that all running sessions may use together, of "cpu", "memory" (GiB), "nvidia_gpu" and
         "sessions". None: no limit.
     over_quota : {"refuse", "wait"}
-        Whether a launch over quota is refused, or its session stays ``scheduling`` until the quota allows it:
-        other sessions end, or the quota grows. The oldest session comes first. Releases of CML differ in
-        this.
+        Whether a launch over quota is refused, or its session stays ``scheduling`` until other sessions
+        end or the quota grows. The oldest session comes first. Releases of CML differ in this.
 
     Raises
     ------

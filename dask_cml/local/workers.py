@@ -59,7 +59,7 @@ def launch_workers(
 ) -> list[SessionInfo]:
     """Launch n sessions, each a process of this machine.
 
-    n requests run in a pool of 10 threads. So this function fails while the interpreter exits:
+    The n requests run in a pool of 10 threads. This function fails while the interpreter exits, because
     ``concurrent.futures`` refuses to start threads even before the functions of :mod:`atexit` run.
 
     Parameters
@@ -67,11 +67,11 @@ def launch_workers(
     n : int
         Number of sessions.
     cpu : float
-        Virtual CPUs of each session. They count against the quota, but are not enforced.
+        Virtual CPUs per session. They count against the quota, but are not enforced.
     memory : float
-        Memory of each session, in GiB. It counts against the quota, but is not enforced.
+        Memory per session, in GiB. It counts against the quota, but is not enforced.
     nvidia_gpu : int
-        Number of GPUs of each session. Not enforced.
+        Number of GPUs per session. They count against the quota, but are not enforced.
     kernel : str
         Name of the kernel. Only recorded.
     script : str
@@ -132,7 +132,7 @@ def launch_workers(
 
 
 def list_workers() -> list[SessionInfo]:
-    """Return all sessions that the calling session launched, also ended ones, by one request.
+    """Return all sessions that the calling session launched, including ended ones, by one request.
 
     Returns
     -------

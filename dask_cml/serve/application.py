@@ -16,9 +16,9 @@ _PR_SET_PDEATHSIG = 1
 def run_application() -> None:
     """Serve the web UI of all clusters of the project until CML stops this Application.
 
-    Call it in the script of a CML Application. CML runs the script in IPython, which has an event loop and
-    signal handlers of its own, so the web UI runs in another process. This process forwards its signals: at
-    SIGTERM, the web UI shuts down the clusters that it created.
+    Call it in the script of a CML Application. The web UI runs in another process, because CML runs the
+    script in IPython, which has its own event loop and signal handlers. This process forwards its signals to
+    the web UI, which shuts down the clusters that it created at SIGTERM.
 
     Raises
     ------
