@@ -482,7 +482,7 @@ async def test_a_script_ends_with_its_cluster(platform, light, tmp_path, holds, 
             assert await asyncio.wait_for(script.stdout.readline(), 120) == b"connected\n"
             if end == "shut down":
                 remote = await CMLCluster.from_name("lab", asynchronous=True, quiet=True)
-                await remote.close()
+                await remote.shutdown()
             else:
                 for process in await asyncio.to_thread(local_processes.find, cluster.sessions[0].id):
                     process.kill()

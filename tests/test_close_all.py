@@ -47,7 +47,7 @@ async def test_another_thread_leaves_an_asynchronous_cluster(platform, all_close
     assert cluster.status.name == "closed"
     assert len(live(platform)) == 2
     again = await CMLCluster.from_name("mine", asynchronous=True, quiet=True)
-    await asyncio.wait_for(asyncio.to_thread(again.close), PATIENCE)
+    await asyncio.wait_for(asyncio.to_thread(again.shutdown), PATIENCE)
     all_closed(again, n_sessions=2)
 
 

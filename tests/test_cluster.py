@@ -338,8 +338,8 @@ def test_two_clusters_side_by_side(platform, capsys):
         assert one.scheduler_address != two.scheduler_address
         [told] = [line for line in capsys.readouterr().out.splitlines() if "another cluster" in line]
         assert re.fullmatch(
-            r"This process has another cluster, open for \d+ (s|min)\. To close it, run: "
-            r"from dask_cml import CMLCluster; CMLCluster.from_name\('one'\).close\(\)",
+            r"This process has another cluster, open for \d+ (s|min)\. To shut it down, run: "
+            r"from dask_cml import CMLCluster; CMLCluster.from_name\('one'\).shutdown\(\)",
             told,
         )
         assert {*CMLCluster.open()} == {one, two}

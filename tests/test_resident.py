@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 
 import dask
 import psutil
@@ -15,7 +16,7 @@ from distributed import Client
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
-from dask_cml import cli
+from dask_cml import cli, protocol
 from dask_cml.records import history, store
 from dask_cml.records.record import Maker
 from dask_cml.scheduler import resident
@@ -70,6 +71,19 @@ async def test_a_cluster_that_is_left_alone_replaces_a_lost_worker(it):
         "night-1",
         "night-2",
     }
+    await shut_down()
+
+
+@simulated
+async def test_a_cluster_that_is_left_alone_replaces_a_worker_at_once_that_leaves_with_notice(it):
+    await leave_alone(it, n_workers=1)
+    await eventually(lambda: state().manager == WHO)
+    [scheduler] = it.sessions.program(it.platform.running["night-scheduler"])
+    scheduler.handlers[protocol.NOTICE](names=["night-0"])
+    begin = time.monotonic()
+    await eventually(lambda: not connected())
+    await eventually(lambda: connected() == 1)
+    assert time.monotonic() - begin < 15.0
     await shut_down()
 
 

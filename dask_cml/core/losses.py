@@ -168,11 +168,17 @@ async def find_losses(workers: Collection[CMLWorker], ask: Ask, heard_for: float
     running = [worker for worker in workers if not _is_over(worker)]
     late = await _find_late(running, ask, heard_for)
     lost = [worker for worker in workers if worker not in running or worker.name in late]
+    # Of a session that the platform does not list here, the notice is the only sign of its end.
+    unseen = [worker for worker in running if worker.gone_since is not None and not worker.is_listed]
+    asked_for = {worker.name: worker for worker in [*lost, *unseen]}.values()
     last: dict[str, Any] = {}
-    if lost:
-        names = [name for worker in lost for name in worker.dask_names]
+    if asked_for:
+        names = [name for worker in asked_for for name in worker.dask_names]
         with contextlib.suppress(*NO_ANSWER, CMLError):
             last = await ask(protocol.LAST, names=names)
+    for worker in unseen:
+        if worker not in lost and any(last[name]["noticed"] for name in worker.dask_names if name in last):
+            lost.append(worker)
     losses = await _causes(lost, last, late)
     unexplained = [worker for worker in lost if worker.has_ended and losses[worker.name].is_a_guess]
     await note_reasons(unexplained)
