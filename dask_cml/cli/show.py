@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _FOLLOW_INTERVAL = 0.5
 _PATIENCE = 5.0
 _NO_MANAGER = "no process: lost workers are not replaced, and nothing adapts"
+_MANAGER_SOON = "no process. Its scheduler's session takes over in some seconds"
 _NO_CLUSTERS = "No clusters. Create one: dask cml create --n-workers 2"
 _COLUMNS = ("name", "status", "workers", "threads", "memory", "tasks", "by", "age", "dashboard")
 
@@ -106,12 +107,15 @@ async def info(name: str | None, as_json: bool) -> None:
         print_json(row | {"sessions": sessions, "owners": owners})
         return
     problem = first_line_of(row["problem"]) if row["problem"] else None
+    if row["manager"] is None and row["status"] == "running":
+        lives_on = record.scheduler.orphan_timeout is None and not problem
+        row["manager"] = _MANAGER_SOON if lives_on else _NO_MANAGER
     values = {"name": row["name"], "status": row["status"], "problem": problem}
     values |= _cells(row) | {
         "address": row["address"],
         "ends": "; ".join(row["ends"]),
         "scheduler": row["scheduler"],
-        "manager": row["manager"] or (_NO_MANAGER if row["status"] == "running" else None),
+        "manager": row["manager"],
         "created": row["created"],
         "folder": row["folder"],
         "security": "none" if record.security is None else "TLS with its own keys",
