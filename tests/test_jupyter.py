@@ -483,9 +483,9 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
     async with listing() as sidebar:
         asked = []
 
-        async def counted(records):
+        async def counted(records, **options):
             asked.extend(record.name for record in records)
-            return await judge(records, timeout=120)
+            return await judge(records, **{"timeout": 120, **options})
 
         judge = liveness.judge
         monkeypatch.setattr(liveness, "judge", counted)

@@ -217,7 +217,7 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
 IDLE, SESSION, JOB = "IDLE_MAXIMUM_MINUTES", "SESSION_MAXIMUM_MINUTES", "JOB_MAXIMUM_MINUTES"
 LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
 WITH_IT = "Its clusters end with it"
-COMPUTES = "even while it computes"
+COMPUTES = "in some editors even while it computes"
 
 
 @pytest.fixture
