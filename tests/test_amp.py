@@ -322,7 +322,7 @@ def test_the_application_serves_the_page_and_shuts_down_its_clusters_when_it_sto
     until(lambda: ask(port, "/api/clusters/night")["n_arrived"] == 1)
     quota.stop_workers(session_id)
     until(lambda: status(quota, session_id) == "stopped")
-    assert "The web UI is closed; the clusters created there are stopped." in quota.log(session_id)
+    assert "The web UI is closed, and the clusters created there are stopped." in quota.log(session_id)
     assert store.records() == []
 
 
