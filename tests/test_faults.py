@@ -160,7 +160,9 @@ async def test_a_killed_worker_is_replaced_and_its_results_are_computed_again(pl
         platform.evict(lost)
         await holds(lambda: complete(cluster, 1) and lost not in {session.id for session in cluster.sessions})
         assert await client.gather(future) == 3
-        assert "lost: evicted or killed by the platform, which says failed" in log_of(cluster)
+        # Its nanny may log the end of the worker before it is killed itself, as if memory had been short.
+        causes = "evicted or killed by the platform, which says failed|out of memory, "
+        assert re.search(f"lost: ({causes})", log_of(cluster))
 
 
 @simulated

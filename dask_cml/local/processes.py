@@ -62,9 +62,7 @@ def kill(session_id: str, group: int | None = None) -> None:
         if time.monotonic() > deadline:
             pids = sorted(process.pid for process in left)
             raise TimeoutError(f"processes {pids} of session {session_id} still run after SIGKILL")
-        # All end at once, as in a pod. Otherwise, a nanny would log the end of its worker.
-        for signalling in (psutil.Process.suspend, psutil.Process.kill):
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    signalling(process)
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         time.sleep(0.01)
