@@ -27,7 +27,7 @@ from dask_cml.core.at_exit import unclosed
 from dask_cml.handshake import LimitedConnector
 from dask_cml.options import state_directory
 from dask_cml.output import Logger
-from dask_cml.protocol import END, TOLD
+from dask_cml.protocol import END, LINES
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import SCHEME, Record
@@ -57,8 +57,8 @@ _connections: dict[str, object] = {}
 _schedulers: dict[str, str] = {}
 #: The ids of their records.
 _records: dict[str, str] = {}
-#: When the last line of a cluster was told, by its scheduler's address.
-_told_at: dict[str, float] = {}
+#: When the last line of a cluster was logged by its scheduler, by the scheduler's address.
+_last_lines: dict[str, float] = {}
 
 
 class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
@@ -228,16 +228,16 @@ def _log_lines(client: Client, address: str) -> None:
     output.follow_cells()
 
     def log(event: tuple[float, Mapping[str, Any]]) -> None:
-        told_at, message = event
-        if told_at <= _told_at.get(scheduler, 0.0):  # to another client of this process
+        logged_at, message = event
+        if logged_at <= _last_lines.get(scheduler, 0.0):  # to another client of this process
             return
-        _told_at[scheduler] = told_at
+        _last_lines[scheduler] = logged_at
         objects = [cluster for cluster in unclosed() if cluster.options.name == name]
         # An object of the cluster says it itself, or is to be quiet. In a session of the cluster is no user.
         if not (here.is_inside(record) or any(cluster.is_keeper or cluster.quiet for cluster in objects)):
             logger.warning("%s", message.get("text"))
 
-    client.subscribe_topic(TOLD, log)
+    client.subscribe_topic(LINES, log)
 
 
 def _cancel_futures(client: Client, why: str) -> None:

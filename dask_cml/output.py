@@ -141,10 +141,10 @@ def _write_below_last_cell() -> None:
     if _last_cell is None:
         return
     for out in (sys.stdout, sys.stderr):
-        for name in ("set_thread_parent", "set_parent"):  # the first one is of ipykernel 7
-            if hasattr(out, name):
-                getattr(out, name)(_last_cell)
-                break
+        if hasattr(out, "set_thread_parent"):  # of ipykernel 7
+            out.set_thread_parent(_last_cell)
+        elif hasattr(out, "set_parent"):
+            out.set_parent(_last_cell)
 
 
 def get_logger(name: str) -> logging.Logger:

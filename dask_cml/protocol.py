@@ -33,6 +33,6 @@ EXITED = "cml-exited"
 #: The topic of the cluster's events in ``Client.get_events``.
 TOPIC = "cml"
 #: The topic of the lines that the keeper tells its user, for clients in other processes.
-TOLD = "cml-told"
+LINES = "cml-lines"
 #: The topic of the event that the cluster ends, with the reason: clients do not wait for another scheduler.
 END = "cml-end"

@@ -1030,13 +1030,13 @@ async def test_what_a_process_says_of_its_own_connection_is_no_news_for_clients(
         heal()
         await eventually(lambda: "Cluster lab connected again" in log_of(cluster))
         cluster.tell("a line")
-        await eventually(lambda: told(scheduler_of(it, cluster)))
-        assert told(scheduler_of(it, cluster)) == ["a line"]
+        await eventually(lambda: lines_for_clients(scheduler_of(it, cluster)))
+        assert lines_for_clients(scheduler_of(it, cluster)) == ["a line"]
 
 
-def told(scheduler):
+def lines_for_clients(scheduler):
     """Return the lines for clients."""
-    return [event["text"] for _, event in scheduler.get_events(protocol.TOLD)]
+    return [event["text"] for _, event in scheduler.get_events(protocol.LINES)]
 
 
 @pytest.mark.parametrize("stopped", ["scheduler", "workers", "scheduler and one worker"])

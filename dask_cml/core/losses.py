@@ -170,10 +170,9 @@ async def find_losses(workers: Collection[CMLWorker], ask: Ask, heard_for: float
     lost = [worker for worker in workers if worker not in running or worker.name in late]
     # Of a session that the platform does not list here, the notice is the only sign of its end.
     unseen = [worker for worker in running if worker.gone_since is not None and not worker.is_listed]
-    asked_for = {worker.name: worker for worker in [*lost, *unseen]}.values()
     last: dict[str, Any] = {}
-    if asked_for:
-        names = [name for worker in asked_for for name in worker.dask_names]
+    if lost or unseen:
+        names = [name for worker in {*lost, *unseen} for name in worker.dask_names]
         with contextlib.suppress(*NO_ANSWER, CMLError):
             last = await ask(protocol.LAST, names=names)
     for worker in unseen:

@@ -337,17 +337,17 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._board.take_report(report, closed)
             known = self._n_events if keeper == self._reporter else 0
             for event in events[max(0, known - n_before) :]:
-                topic = protocol.TOLD if event.get("action") == "told" else protocol.TOPIC
+                topic = protocol.LINES if event.get("action") == "line" else protocol.TOPIC
                 self._scheduler.log_event(topic, dict(event))
             self._reporter, self._n_events = keeper, max(known, n_before + len(events))
             self._publish()
         return self._answer(keeper)
 
     @checked
-    def lease(self, watcher: Watcher, take: bool, who: Text | UnsetType = UNSET) -> dict[str, Any]:
+    def lease(self, watcher: Watcher, take: bool, who: Text | None = None) -> dict[str, Any]:
         """Give the lease to a watcher if nobody has it, or take it back from the keeper. Return the board."""
         if take and self._board.keeper is None and self._watchers.has(watcher):
-            self._manager = None if who is UNSET else who
+            self._manager = who
             self._keep(watcher)
         elif not take and self._board.keeper == watcher:
             self._keep(None)

@@ -95,7 +95,7 @@ class CMLScheduler(CMLProcess):
         self.address = await first_of(self._wait_for_answer(), self._watch_session())
         self._has_run = True
         self.info = {**self.info, "status": "running"}  # the platform's last list may be older
-        self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
+        self.start_time = self.launched_for
         await super().start()
 
     async def _watch_session(self) -> None:

@@ -167,7 +167,7 @@ class Keeper:
         elif advice is not None:
             text = f"{text} {advice}"
         line = shortened(printable_lines(text), LONGEST_LINE)
-        self.event("told", SCHEDULER, text=line)
+        self.event("line", SCHEDULER, text=line)
 
     async def publish(self) -> None:
         """Write on the board what this process knows and wants, as far as it has changed. Log errors."""

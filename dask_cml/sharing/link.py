@@ -255,22 +255,22 @@ class Link:
         arguments = {"report": report, "closed": closed, "groups": groups, "events": events}
         return await self._write(protocol.REPORT, keeper=self.id, n_before=n_before, **arguments)
 
-    async def lease(self, take: bool, **who: str) -> BoardState:
+    async def lease(self, take: bool, who: str | None = None) -> BoardState:
         """Take the keeper's lease, if nobody has it, or give it back. Return the board.
 
         Parameters
         ----------
         take : bool
             Whether to take it.
-        **who
-            With ``who``: who keeps the cluster then, for users.
+        who : str, optional
+            Who keeps the cluster then, for users.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer.
         """
-        return await self._write(protocol.LEASE, watcher=self.id, take=take, **who)
+        return await self._write(protocol.LEASE, watcher=self.id, take=take, who=who)
 
     async def _write(self, op: str, **arguments: Any) -> BoardState:
         try:
