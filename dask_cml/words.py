@@ -65,10 +65,18 @@ def printable_lines(text: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time span in words, such as ``3 min``."""
+    """Return a time span in words, such as ``2.9 h``, rounded down.
+
+    Examples
+    --------
+    >>> format_duration(10_500), format_duration(7_200), format_duration(45_000)
+    ('2.9 h', '2 h', '12 h')
+    """
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
+        if seconds >= 10 * length:
             return f"{seconds // length:.0f} {unit}"
+        if seconds >= 2 * length:
+            return f"{seconds * 10 // length / 10:g} {unit}"
     return f"{seconds:.0f} s"
 
 

@@ -773,7 +773,19 @@ def test_a_name_that_bash_completes_runs_nothing(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (3600, "60 min"), (90000, "25 h"), (1e6, "11 d")]
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (119, "119 s"),
+        (179, "2.9 min"),
+        (300, "5 min"),
+        (3600, "60 min"),
+        (10_476, "2.9 h"),
+        (7_200, "2 h"),
+        (90_000, "25 h"),
+        (604_799, "6.9 d"),
+        (1e6, "11 d"),
+    ],
 )
-def test_ages_have_one_unit(seconds, text):
+def test_durations_have_one_unit_and_two_digits(seconds, text):
     assert format_duration(seconds) == text

@@ -238,7 +238,7 @@ def in_session(monkeypatch):
     ("variables", "words"),
     [
         ({IDLE: "60"}, f"session mysession after 60 min without use, {COMPUTES}. {WITH_IT}. {LONGER}"),
-        ({SESSION: "10080"}, f"session mysession in 6 d at the latest. {WITH_IT}. {LONGER}"),
+        ({SESSION: "10080"}, f"session mysession in 6.9 d at the latest. {WITH_IT}. {LONGER}"),
         (
             {IDLE: "180", SESSION: "1440", JOB: "5", "CDSW_ENGINE_TYPE": "session"},
             f"session mysession after 3 h without use, {COMPUTES}, and in 22 h at the latest. {WITH_IT}. "
