@@ -1,7 +1,7 @@
 // How the search ranks what it finds. By Sphinx's own numbers, a page that has one word of the query in a heading ties with a heading
 // that is the query, and the alphabet decides.
 var Scorer = {
-  score: ([, , , , score, , kind]) => (kind === "title" ? score + 15 : score),
+  score: ([page, , , , score, , kind]) => score + (kind === "title" ? 15 : hasHeading(page) ? 6 : 0),
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
@@ -11,3 +11,14 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
 };
+
+// Whether one heading of a page has all words of the query, in any order.
+function hasHeading(page) {
+  const query = new URLSearchParams(window.location.search).get("q") ?? "";
+  const words = query.toLowerCase().split(/\W+/).filter((word) => word && ![...stopwords].includes(word));
+  const { alltitles, docnames } = Search._index;
+  return Object.entries(alltitles).some(
+    ([title, places]) =>
+      words.every((word) => title.toLowerCase().includes(word)) && places.some(([file]) => docnames[file] === page),
+  );
+}
