@@ -168,7 +168,7 @@ def _bytes(value: str) -> int:
 def memory_reserve(argument: str, value: Any, memory: float) -> float:
     """Check the memory that Dask workers leave to other processes, in GiB. Its default depends on it."""
     if value is None:
-        # The session's kernel takes about 14 MB, and the workers' nanny about 65 MB.
+        # On the local platform, a session's kernel takes about 14 MB, and the workers' nanny about 65 MB.
         return min(0.25 + 0.02 * memory, memory / 2)
     reserve = 0.0 if value == 0 and not isinstance(value, bool) else gibibytes(argument, value)
     return float(_valid(argument, reserve, reserve < memory, f"less than memory={memory:g} GiB"))
