@@ -92,7 +92,7 @@ def several() -> list[dict[str, Any]]:
             words="starting, scheduler queued for 3 min",
             threads=0,
             memory=0,
-            age=190.0,
+            age=180.0,
             session_hours=0.0,
             tasks_done=None,
         ),
@@ -157,7 +157,7 @@ def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
             here = i < about["n_arrived"]
             found.append(session(key, "connected" if here else "queued for 3 min", **size))
             if not here:
-                found[-1].update(link=None, age=190.0)
+                found[-1].update(link=None, age=180.0)
     return found
 
 

@@ -338,7 +338,7 @@ def test_two_clusters_side_by_side(platform, capsys):
         assert one.scheduler_address != two.scheduler_address
         [told] = [line for line in capsys.readouterr().out.splitlines() if "another cluster" in line]
         assert re.fullmatch(
-            r"This process has another cluster, open for \d+ (s|min)\. To shut it down, run: "
+            r"This process has another cluster, open for [\d.]+ (s|min)\. To shut it down, run: "
             r"from dask_cml import CMLCluster; CMLCluster.from_name\('one'\).shutdown\(\)",
             told,
         )
@@ -355,7 +355,7 @@ def test_close_all_closes_the_cluster_of_a_cell_that_ran_twice(platform):
     assert second.dashboard_link == ""
     dask_cml.close_all()
     assert CMLCluster.open() == []
-    closed = r"closed after \d+ (s|min); 1 session, 0\.\d\d vCPU hours"
+    closed = r"closed after [\d.]+ (s|min); 1 session, 0\.\d\d vCPU hours"
     for cluster in first, second:
         assert re.search(closed, repr(cluster))
         assert re.search(closed, cluster._repr_html_())

@@ -103,11 +103,11 @@ def test_each_session_has_a_row_with_its_status_and_time(clock):
     processes = [
         process(0, "running"),
         process(1, "running"),
-        process(2, "scheduling", waits_for=200),
+        process(2, "scheduling", waits_for=180),
         process(3, None),
     ]
     display = start_display(processes, connected=["c-0"])
-    clock.now = 200.0
+    clock.now = 180.0
     assert display.rows() == [
         ("c-0", "id0", "connected", "3 min"),
         ("c-1", "id1", "running", "3 min"),
