@@ -56,8 +56,10 @@ class ServerProcess:
 
     def __enter__(self) -> Self:
         with self.log_file.open("w") as log:
+            # After a crash, its log shows where each of its threads was.
+            environment = {**self._environment, "PYTHONFAULTHANDLER": "1"}
             self.process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                self._command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
         try:
             self._wait()
@@ -89,8 +91,9 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it has written."""
-        return self.log_file.read_text()
+        """What it has written, and the exit status if it has ended."""
+        status = self.process.poll()
+        return self.log_file.read_text() + ("" if status is None else f"[exit status {status}]\n")
 
 
 class JupyterServer(ServerProcess):
