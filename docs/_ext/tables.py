@@ -23,7 +23,7 @@ def _texts(row: str, tag: str) -> list[str]:
 
 
 def _is_wide(rows: list[list[str]]) -> bool:
-    """Return whether the longest words of the columns do not fit beside each other, or cells have many lines."""
+    """Return whether the columns' longest words do not fit beside each other, or cells have many lines."""
     longest = [
         max(len(word) for cell in column for word in cell.split() or [""])
         for column in zip(*rows, strict=True)

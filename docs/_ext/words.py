@@ -1,4 +1,4 @@
-"""Keep words whole that browsers would break at a hyphen or bracket: options, and names in code that wraps."""
+"""Keep words whole that browsers break at a hyphen or bracket: options, and names in code that wraps."""
 
 import re
 from collections.abc import Iterator
