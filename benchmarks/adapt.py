@@ -170,7 +170,7 @@ def _middle(runs: Sequence[dict[str, float]], key: str) -> float:
 
 def plot(report: Report) -> None:
     """Draw sessions, time and session seconds of every case, each in times of what it could have been."""
-    fig, (launched, time_taken, used) = figure(8, 7, rows=3)
+    fig, (launched, time_taken, used) = figure(5.5, 6.5, rows=3)
     policies = {"Dask": "tab:orange", "dask-cml": "tab:blue"}
     drawn = (
         (launched, "of needed", 1.2, "sessions / needed"),
@@ -184,10 +184,11 @@ def plot(report: Report) -> None:
             axes.bar(
                 positions, [case[key] for case in chosen], 0.38, color=colour, label=f"{policy}'s Adaptive"
             )
-        axes.axhline(most, color="tab:grey", linestyle=":", label="the aim")
+        axes.axhline(most, color="tab:grey", linestyle=":", label="acceptance limit")
         axes.set_ylabel(label)
         axes.set_xticks([])
-    labels = [f"{case['workload']}\n{case['start delay']} s" for case in chosen]
+    lines = [[*case["workload"].split(), f"{case['start delay']} s"] for case in chosen]
+    labels = ["\n".join(label) for label in lines]
     used.set_xticks(range(len(labels)), labels, fontsize=8)
     used.set_xlabel("workload; time that a session takes to start")
     launched.legend()

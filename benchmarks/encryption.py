@@ -126,7 +126,7 @@ def _ratios(ways: dict[str, list[float]]) -> list[float]:
 
 def plot(report: Report) -> None:
     """Draw the ratios of all runs."""
-    drawn, axes = figure(6, 2.4)
+    drawn, axes = figure(5.5, 2.4)
     for what, figures in report.figures.items():
         ratios = figures["ratios"]
         axes.barh(what, statistics.median(ratios), color="tab:blue")

@@ -111,4 +111,4 @@ def save_figure(figure: Any, name: str, images: Path | None = None) -> None:
     for axes in figure.axes:
         if legend := axes.get_legend():
             legend.get_frame().set_alpha(0)
-    figure.savefig(images / f"benchmark-{name}.png", dpi=110, transparent=True)
+    figure.savefig(images / f"benchmark-{name}.png", dpi=160, transparent=True)

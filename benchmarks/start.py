@@ -147,7 +147,7 @@ def _ratio(times: dict[str, list[float]], to: str) -> float:
 
 def plot(report: Report) -> None:
     """Draw the medians."""
-    fig, axes = figure()
+    fig, axes = figure(5.5, 3.5)
     colours = {"floor": "tab:grey", "CMLCluster": "tab:blue", "two phases": "tab:orange"}
     labels = {"floor": "floor: all at once by plain calls", "two phases": "two phases with await_workers"}
     cases = report.figures["cases"]

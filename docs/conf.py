@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "tables",
+    "words",
 ]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]

@@ -10,6 +10,10 @@ _TABLE = re.compile(r'<table class="docutils.*?</table>', re.DOTALL)
 _ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
 #: Characters that fit on a phone beside each other, with 2 for the borders of each column.
 _MOST = 46
+#: Characters of the longest cells of three or more columns that together have no more than a few lines there.
+_LONGEST = 150
+#: Characters of a heading that needs a broad column beside the cells.
+_BROAD = 12
 
 
 def _texts(row: str, tag: str) -> list[str]:
@@ -19,12 +23,15 @@ def _texts(row: str, tag: str) -> list[str]:
 
 
 def _is_wide(rows: list[list[str]]) -> bool:
-    """Return whether the longest words of the columns do not fit beside each other."""
+    """Return whether the columns' longest words do not fit beside each other, or cells have many lines."""
     longest = [
         max(len(word) for cell in column for word in cell.split() or [""])
         for column in zip(*rows, strict=True)
     ]
-    return sum(longest) + 2 * len(longest) > _MOST
+    if sum(longest) + 2 * len(longest) > _MOST:
+        return True
+    cells = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return len(cells) > 2 and sum(cells) > _LONGEST
 
 
 def _stacked(match: re.Match[str]) -> str:
@@ -37,7 +44,8 @@ def _stacked(match: re.Match[str]) -> str:
         names = iter(headings)
         named = re.sub(r"<td\b", lambda _, names=names: f'<td data-heading="{next(names)}"', row)
         table = table.replace(row, named, 1)
-    return table.replace('class="docutils', 'class="stacks docutils', 1)
+    classes = "broad stacks" if max(map(len, headings[1:])) > _BROAD else "stacks"
+    return table.replace('class="docutils', f'class="{classes} docutils', 1)
 
 
 def stack_tables(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

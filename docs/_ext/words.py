@@ -1,0 +1,34 @@
+"""Keep words whole that browsers break at a hyphen or bracket: options, and names in code that wraps."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from sphinx.application import Sphinx
+
+_TAG = re.compile(r"(<[^>]+>)")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+#: A longer word does not fit on a phone.
+_NAME = re.compile(r"(?<!\S)(?=\S*[-\[?])\S{3,40}(?!\S)")
+
+
+def _kept(body: str) -> Iterator[str]:
+    words = _OPTION
+    for part in _TAG.split(body):
+        if part.startswith("<"):
+            if part.startswith(("<pre", "</pre")):
+                words = _OPTION if part.startswith("</") else _NAME
+            yield part
+        else:
+            yield words.sub(r'<span class="whole">\g<0></span>', part)
+
+
+def keep_words(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Mark the words of a page, for which ``style.css`` has a rule."""
+    if "body" in context:
+        context["body"] = "".join(_kept(context["body"]))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("html-page-context", keep_words)
+    return {"parallel_read_safe": True}
