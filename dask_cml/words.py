@@ -73,10 +73,9 @@ def format_duration(seconds: float) -> str:
     ('2.9 h', '2 h', '12 h')
     """
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 10 * length:
-            return f"{seconds // length:.0f} {unit}"
         if seconds >= 2 * length:
-            return f"{seconds * 10 // length / 10:g} {unit}"
+            step = length if seconds >= 10 * length else length / 10
+            return f"{seconds // step * step / length:g} {unit}"
     return f"{seconds:.0f} s"
 
 

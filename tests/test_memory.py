@@ -140,7 +140,7 @@ async def test_a_task_maps_a_file_that_is_larger_than_its_session(platform, ligh
         assert await client.submit(read, str(path), mode) == 0
 
 
-@pytest.fixture(params=["process", "session"])
+@pytest.fixture
 def over_memory(request, platform):
     """Nodes that kill one process of a session over its memory, and nodes that kill all."""
     if not platform.settings().memory_limit:
@@ -149,7 +149,7 @@ def over_memory(request, platform):
     return request.param
 
 
-@pytest.fixture(params=["at_once", "growing"])
+@pytest.fixture
 def take(request):
     """A task that takes so many GiB, within a function, because sessions cannot import this module."""
 
@@ -170,7 +170,7 @@ def take(request):
     return {"at_once": at_once, "growing": growing}[request.param]
 
 
-@pytest.fixture(params=["looks", "is late"])
+@pytest.fixture
 def nanny(request):
     """Whether the nanny sees that a worker takes too much, or is late as after a very fast allocation."""
     settings = {"distributed.scheduler.allowed-failures": 1}
@@ -184,7 +184,17 @@ def nanny(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize(
+    ("over_memory", "take", "nanny", "processes"),
+    [  # all pairs of two conditions
+        ("process", "at_once", "looks", 1),
+        ("process", "growing", "is late", 4),
+        ("session", "at_once", "is late", 4),
+        ("session", "growing", "looks", 4),
+        ("session", "growing", "is late", 1),
+    ],
+    indirect=["over_memory", "take", "nanny"],
+)
 async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
     over_memory, processes, nanny, take, holds
 ):
