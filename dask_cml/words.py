@@ -65,7 +65,7 @@ def printable_lines(text: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time span in words, such as ``2.9 h``, rounded down.
+    """Return a time span in words, such as ``2.9 h``.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def format_duration(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             step = length if seconds >= 10 * length else length / 10
-            return f"{seconds // step * step / length:g} {unit}"
+            return f"{round(seconds) // step * step / length:g} {unit}"
     return f"{seconds:.0f} s"
 
 

@@ -12,13 +12,19 @@ var Scorer = {
   partialTerm: 2,
 };
 
-// Whether one heading of a page has all words of the query, in any order.
+// Whether one heading of a page has all words of the query, in any order and form.
 function hasHeading(page) {
-  const query = new URLSearchParams(window.location.search).get("q") ?? "";
-  const words = query.toLowerCase().split(/\W+/).filter((word) => word && ![...stopwords].includes(word));
+  const words = stems(new URLSearchParams(window.location.search).get("q") ?? "");
   const { alltitles, docnames } = Search._index;
   return Object.entries(alltitles).some(
     ([title, places]) =>
-      words.every((word) => title.toLowerCase().includes(word)) && places.some(([file]) => docnames[file] === page),
+      words.every((word) => stems(title).includes(word)) && places.some(([file]) => docnames[file] === page),
   );
+}
+
+// The words of a text as Sphinx searches for them.
+function stems(text) {
+  const stemmer = new Stemmer();
+  const words = splitQuery(text.toLowerCase()).filter((word) => ![...stopwords].includes(word));
+  return words.map((word) => stemmer.stemWord(word));
 }

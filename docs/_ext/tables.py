@@ -1,7 +1,7 @@
 """Stack tables that are wider than a phone: there, a row is a list of its cells with their headings."""
 
 import re
-from html import unescape
+from html import escape, unescape
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -42,9 +42,9 @@ def _stacked(match: re.Match[str]) -> str:
         return table
     for row in rows:
         names = iter(headings)
-        named = re.sub(r"<td\b", lambda _, names=names: f'<td data-heading="{next(names)}"', row)
+        named = re.sub(r"<td\b", lambda _, names=names: f'<td data-heading="{escape(next(names))}"', row)
         table = table.replace(row, named, 1)
-    classes = "broad stacks" if max(map(len, headings[1:])) > _BROAD else "stacks"
+    classes = "broad stacks" if max(map(len, headings[1:]), default=0) > _BROAD else "stacks"
     return table.replace('class="docutils', f'class="{classes} docutils', 1)
 
 
