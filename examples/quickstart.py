@@ -1,7 +1,7 @@
 """Tune a classifier of two spirals on a Dask cluster of CML sessions.
 
-Inside a CML session the cluster's scheduler and workers are CML worker sessions. Anywhere
-else they are processes of this computer, started by dask-cml's local platform.
+Inside a CML session, CML launches the scheduler and every worker as a session. Anywhere
+else, dask-cml's local platform starts them as processes of this computer.
 """
 
 import os

@@ -119,7 +119,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     out, err = shell("create", "--name", "mine", "--n-workers", 1, "--env", "A=B=C",
                      "--worker-args", "--lifetime '10 h'")  # fmt: skip
     assert out == "mine\n"
-    assert err.endswith("Cluster mine can run until session mysession ends, or it is idle for 60 min.\n")
+    assert err.endswith("can run until session mysession ends, or until it is idle for 60 min.\n")
     assert err.startswith("Cluster mine started in ")
     assert "\nAddress: cml://mine\nDashboard: http" in err
     options = store.read("mine").options
@@ -426,6 +426,13 @@ def test_info_needs_no_name_of_the_only_cluster():
     assert run("info").splitlines()[0].split() == ["name", "lab"]
     add_record("night")
     assert "expected the name of a cluster: lab, night" in run("info", code=2)
+
+
+def test_a_session_of_the_local_platform_ends_with_no_other_session():
+    launches = sessions(aaaa="scheduler", bbbb="lab-0")
+    launches["bbbb"] = replace(launches["bbbb"], owner="72e171bfe1364d9c")
+    write_record(Record("lab", maker=replace(NOBODY, session=None), launches=launches))
+    assert "bbbb  lab-0\n" in run("info", "lab")
 
 
 def test_the_version_is_that_of_the_package():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from dask_cml.cli.console import (
     print_json,
     print_table,
 )
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import adapting, adapts, format_duration, format_time, idle, waiting
 
@@ -87,16 +88,18 @@ async def info(name: str | None, as_json: bool) -> None:
 
     NAME may be left out if the project has one cluster.
     """
-    from dask_cml.records import history, operations, store
+    from dask_cml.records import history, operations
     from dask_cml.records.usage import usage_of
 
-    record = _the_only_record() if name is None else store.read(name)
+    record = _the_only_record() if name is None else _running(name)
     [row] = await operations.describe([record], timeout=_PATIENCE)
     usage = usage_of(record, history.end_of(record) if row["status"] == "stale" else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
     row["manager"] = record.scheduler.manager if row["status"] == "running" else None
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
     owners = {id: launch.owner for id, launch in record.launches.items() if launch.owner is not None}
+    if record.maker.session is None:  # on the local platform, whose sessions end with no other session
+        owners = {}
     if as_json:
         row |= {
             "usage": usage.to_json(),
@@ -133,6 +136,19 @@ async def info(name: str | None, as_json: bool) -> None:
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
         lines.append(("session", f"{session}  {role}{owner}"))
     _print(lines, usage)
+
+
+def _running(name: str) -> Record:
+    """Return the record of a cluster. The error for one that has ended names the command that shows it."""
+    from dask_cml.records import history, store
+
+    try:
+        return store.read(name)
+    except NoSuchCluster as error:
+        if any(cluster.name == name for cluster in history.ended_clusters()):
+            command = f"dask cml history {shlex.quote(name)}"
+            raise CMLError(f"{error}. It has ended: run `{command}`") from None
+        raise
 
 
 def _the_only_record() -> Record:

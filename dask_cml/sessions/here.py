@@ -96,7 +96,7 @@ def lifetime(name: str, idle_timeout: float | None) -> str:
     """
     owner = this_owner()
     end = f"session {owner} ends" if owner else "this machine restarts"
-    idle = f", or it is idle for {format_duration(idle_timeout)}" if idle_timeout else ""
+    idle = f", or until it is idle for {format_duration(idle_timeout)}" if idle_timeout else ""
     return f"Cluster {name} can run until {end}{idle}"
 
 
