@@ -18,7 +18,7 @@ from schedulers import RECORD, prepare, scheduler_in
 from dask_cml import CMLError
 from dask_cml.layout import scheduler_file
 from dask_cml.protocol import HELLO
-from dask_cml.records import operations
+from dask_cml.records import liveness, operations
 from dask_cml.records.liveness import State, is_alive, judge, look, silence
 from dask_cml.records.record import Maker, Present, SchedulerState
 from dask_cml.records.store import records
@@ -74,8 +74,10 @@ class Listing:
 
     def __init__(self, status):
         self.status = status
+        self.calls = 0
 
     async def sessions(self):
+        self.calls += 1
         if self.status is None:
             raise OSError("the platform does not answer")
         return {"s": {"id": "s", "status": self.status}}
@@ -250,6 +252,15 @@ def descriptors():
 
 
 # -- by the platform, the files and the creator
+
+
+async def test_a_platform_that_does_not_answer_is_asked_once(cluster, monkeypatch):
+    monkeypatch.setattr(liveness, "_PROMPT", 0.1)
+    platform = Listing(None)
+    async with impostor() as (address, _):
+        findings = await judge([cluster(f"tls://{address}", silence=1)], timeout=1, api=platform)
+    assert findings["a"].state is State.UNKNOWN
+    assert platform.calls == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import contextlib
 import enum
 import os
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dask_cml.cancellation import cancel
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 #: Seconds for the answer of a scheduler that left a sign of life lately. It, or its machine, may be busy.
 PATIENCE = 10.0
-#: Seconds in which schedulers usually answer. After that, the platform is asked, too.
+#: Seconds in which schedulers usually answer. After that, the platform is asked about the others.
 _PROMPT = 1.0
 
 
@@ -148,43 +148,37 @@ async def judge(
     records = [*records]
     looks = {record.name: asyncio.create_task(_look_at(record, timeout, patience)) for record in records}
     try:
-        findings, listing = await _look_unless_ended(records, looks, timeout, api)
+        if looks:
+            await asyncio.wait(looks.values(), timeout=_PROMPT)
+        listing = await _list(
+            [record for record in records if _is_in_doubt(looks[record.name])], timeout, api
+        )
+        findings = {record.name: await _finding(record, looks[record.name], listing) for record in records}
     finally:
         await cancel(*looks.values())
-    silent = [record for record in records if findings[record.name].state is State.UNKNOWN]
-    if silent and not listing:
-        listing = await _list(silent, timeout, api)
-    for record in silent:
-        why = findings[record.name].why
-        findings[record.name] = await asyncio.to_thread(_judge_silent, record, why, listing)
+    for record in records:
+        finding = findings[record.name]
+        if finding.state is State.UNKNOWN:
+            findings[record.name] = await asyncio.to_thread(_judge_silent, record, finding.why, listing)
     return findings
 
 
-async def _look_unless_ended(
-    records: Collection[Record],
-    looks: Mapping[str, asyncio.Task[Finding]],
-    timeout: float,
-    api: WorkersAPI | None,
-) -> tuple[dict[str, Finding], dict[str, SessionInfo]]:
-    """Return what the looks find, and what the platform lists if some take long.
+def _is_in_doubt(look: asyncio.Task[Finding]) -> bool:
+    """Return whether a look has not ended, or has found out nothing."""
+    return not look.done() or look.result().state is State.UNKNOWN
 
-    Dask repeats a connection that is refused until its time is over. No look waits for a scheduler whose
-    session the platform lists as ended.
+
+async def _finding(
+    record: Record, look: asyncio.Task[Finding], listing: Mapping[str, SessionInfo]
+) -> Finding:
+    """Return what a look finds. It does not wait for a scheduler whose session the platform lists as ended.
+
+    Dask repeats a connection that is refused until its time is over.
     """
-    listing: dict[str, SessionInfo] = {}
-    if looks:
-        await asyncio.wait(looks.values(), timeout=_PROMPT)
-    slow = [record for record in records if not looks[record.name].done()]
-    if slow:
-        listing = await _list(slow, timeout, api)
-    findings = {}
-    for record in records:
-        name, session = record.name, listing.get(record.scheduler.session or "")
-        if session is not None and has_ended(session) and not looks[name].done():
-            findings[name] = Finding(State.UNKNOWN, "its scheduler does not answer")
-        else:
-            findings[name] = await looks[name]
-    return findings, listing
+    session = listing.get(record.scheduler.session or "")
+    if session is not None and has_ended(session) and not look.done():
+        return Finding(State.UNKNOWN, "its scheduler does not answer")
+    return await look
 
 
 def _judge_silent(record: Record, why: str, listing: Mapping[str, SessionInfo]) -> Finding:
