@@ -91,7 +91,7 @@ async def info(name: str | None, as_json: bool) -> None:
     from dask_cml.records import history, operations
     from dask_cml.records.usage import usage_of
 
-    record = _the_only_record() if name is None else _running(name)
+    record = _the_only_record() if name is None else _record_of(name)
     [row] = await operations.describe([record], timeout=_PATIENCE)
     usage = usage_of(record, history.end_of(record) if row["status"] == "stale" else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
@@ -138,17 +138,24 @@ async def info(name: str | None, as_json: bool) -> None:
     _print(lines, usage)
 
 
-def _running(name: str) -> Record:
+def _record_of(name: str) -> Record:
     """Return the record of a cluster. The error for one that has ended names the command that shows it."""
-    from dask_cml.records import history, store
+    from dask_cml.records import store
 
     try:
         return store.read(name)
     except NoSuchCluster as error:
-        if any(cluster.name == name for cluster in history.ended_clusters()):
+        if _ended(name):
             command = f"dask cml history {shlex.quote(name)}"
             raise CMLError(f"{error}. It has ended: run `{command}`") from None
         raise
+
+
+def _ended(name: str) -> list[EndedCluster]:
+    """Return the clusters with a name that have ended, the last one first."""
+    from dask_cml.records import history
+
+    return [cluster for cluster in history.ended_clusters() if cluster.name == name]
 
 
 def _the_only_record() -> Record:
@@ -252,15 +259,15 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
 
     WORKER is the name of a worker, "Cluster" or "Scheduler". Without it, the command prints all logs.
     """
-    from dask_cml.records import history, operations, store
+    from dask_cml.records import operations, store
 
     record = store.find(name)
     if record is None:
-        ended = [cluster for cluster in history.ended_clusters() if cluster.name == name]
-        if not ended:
+        clusters = _ended(name)
+        if not clusters:
             store.read(name)  # says which clusters exist
-        session_logs, launched = ended[0].logs(), []
-        echo(f"Cluster {name} ended at {format_time(ended[0].ended)}: {ended[0].why}", err=True)
+        session_logs, launched = clusters[0].logs(), []
+        echo(f"Cluster {name} ended at {format_time(clusters[0].ended)}: {clusters[0].why}", err=True)
     else:
         session_logs = operations.session_logs(record)
         launched = [key for key in record.sessions.values() if key != "scheduler"]
