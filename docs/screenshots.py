@@ -1,6 +1,6 @@
 """Take the pictures of JupyterLab and of the web UI in docs/images, of the real things on the local platform.
 
-Phones show those whose names end in ``-narrow``.
+Phones show the pictures whose names end in ``-narrow``.
 
 Run ``python docs/screenshots.py`` with what the tests need, and with Chromium. With the argument ``lab`` or
 ``web`` it takes those pictures alone.

@@ -8,11 +8,11 @@ from sphinx.application import Sphinx
 
 _TABLE = re.compile(r'<table class="docutils.*?</table>', re.DOTALL)
 _ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
-#: Characters that fit on a phone beside each other, with 2 for the borders of each column.
+#: Characters that fit in a line on a phone, with 2 for the borders of each column.
 _MOST = 46
 #: Characters of the longest cells of three or more columns that together have no more than a few lines there.
 _LONGEST = 150
-#: Characters of a heading that needs a broad column beside the cells.
+#: Characters of a heading that needs a broad column.
 _BROAD = 12
 
 
@@ -23,7 +23,7 @@ def _texts(row: str, tag: str) -> list[str]:
 
 
 def _is_wide(rows: list[list[str]]) -> bool:
-    """Return whether the columns' longest words do not fit beside each other, or cells have many lines."""
+    """Return whether the columns' longest words do not fit in a line, or cells have many lines."""
     longest = [
         max(len(word) for cell in column for word in cell.split() or [""])
         for column in zip(*rows, strict=True)

@@ -12,21 +12,20 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _NAME = re.compile(r"(?<!\S)(?=\S*[-\[?])\S{3,40}(?!\S)")
 
 
-def _kept(body: str) -> Iterator[str]:
-    words = _OPTION
+def _with_whole_words(body: str) -> Iterator[str]:
+    pattern = _OPTION
     for part in _TAG.split(body):
-        if part.startswith("<"):
-            if part.startswith(("<pre", "</pre")):
-                words = _OPTION if part.startswith("</") else _NAME
-            yield part
-        else:
-            yield words.sub(r'<span class="whole">\g<0></span>', part)
+        if part.startswith("<pre"):
+            pattern = _NAME
+        elif part.startswith("</pre"):
+            pattern = _OPTION
+        yield part if part.startswith("<") else pattern.sub(r'<span class="whole">\g<0></span>', part)
 
 
 def keep_words(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Mark the words of a page, for which ``style.css`` has a rule."""
     if "body" in context:
-        context["body"] = "".join(_kept(context["body"]))
+        context["body"] = "".join(_with_whole_words(context["body"]))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
