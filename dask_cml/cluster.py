@@ -213,8 +213,8 @@ class CMLCluster(SpecCluster):
     NotOnCML
         If this is not a CML session, and `platform` is not ``"local"``.
     LaunchRefused
-        If CML refuses to launch a session, for example because a quota is exhausted, or if the limit
-        ``cml.limits.user-sessions`` is reached. All sessions are stopped then.
+        If CML refuses to launch a session, for example because a quota is exhausted. All sessions are stopped
+        then.
     SessionFailed
         If the scheduler's session ends before the scheduler answers.
     SchedulerTimeout
@@ -1093,7 +1093,7 @@ class CMLCluster(SpecCluster):
         try:
             await self.start.run(strict=True, display=not self._quiet)
         except LaunchRefused as error:
-            raise LaunchRefused(error.name, error.reason, error.by, AskForLess()) from None
+            raise LaunchRefused(error.name, error.reason, AskForLess()) from None
         self.begin_looking()
         if limits_of_session := here.session_limits():
             self.tell(limits_of_session)

@@ -92,25 +92,23 @@ class NotOnCML(CMLError):
 
 
 class LaunchRefused(CMLError):
-    """CML or a limit of the site refused to launch a session, most often because a quota is exhausted.
+    """CML refused to launch a session, most often because a quota is exhausted.
 
     Parameters
     ----------
     name : str
         The name of the session.
     reason : str
-        CML's error message, or the limit.
-    by : str
-        Who refused it.
+        CML's error message.
     advice : Advice, optional
         What the user can do.
     """
 
     joint = "\n"
 
-    def __init__(self, name: str, reason: str, by: str = "CML", advice: Advice | None = None) -> None:
-        super().__init__(f"{by} refused to launch {name}: {reason}", advice)
-        self.name, self.reason, self.by = name, reason, by
+    def __init__(self, name: str, reason: str, advice: Advice | None = None) -> None:
+        super().__init__(f"CML refused to launch {name}: {reason}", advice)
+        self.name, self.reason = name, reason
 
 
 class SessionFailed(CMLError):

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import time
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, log_of, make, simulate, target, write_record
-from clusters import sessions as recorded
+from clusters import arrived, create_and_kill, log_of, make, simulate, target
 from distributed import Client
 from distributed.core import Status
-from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
-from dask_cml import LaunchRefused, output
+from dask_cml import output
 from dask_cml.options import SessionSize
 from dask_cml.options.limits import check_room, limits, room
 from dask_cml.records import store
-from dask_cml.records.record import Maker, Record
 
 
 def limited(**values):
@@ -40,7 +36,7 @@ def limited(**values):
         ({"gpu": 0}, (0, "gpu")),
         ({"sessions": 6, "cpu": 16, "memory": 64}, (3, "cpu")),
         ({"sessions": 2}, (0, "sessions")),
-        ({"hours": 1, "user_sessions": 1}, (float("inf"), "")),
+        ({"hours": 1}, (float("inf"), "")),
     ],
 )
 def test_the_tightest_limit_decides_how_many_sessions_fit_next_to_others(limit, fit):
@@ -68,7 +64,6 @@ def test_amounts_with_fractions_fit_exactly():
         ("memory", "lots"),
         ("gpu", -1),
         ("hours", "2 days"),
-        ("user-sessions", True),
     ],
 )
 def test_an_invalid_limit_raises_an_error_with_its_key(name, value):
@@ -201,56 +196,6 @@ async def test_adaptive_scaling_logs_that_no_worker_fits(it):
                 future = client.submit(sum, [1, 2])
                 await eventually(lambda: "adapts to 0 of 1 workers, because cml" in log_of(mine))
                 del future
-
-
-# -- the sessions of a user
-
-
-def write_others():
-    """Write another cluster of the user, of two sessions, and one of another user."""
-    launches = recorded(aaaa="scheduler", bbbb="other-0")
-    write_record(Record("other", maker=Maker.this_process(), launches=launches))
-    launches = recorded(cccc="scheduler")
-    write_record(Record("anns", maker=Maker.this_process("ann"), launches=launches))
-
-
-@pytest.mark.parametrize(("limit", "n_workers"), [(4, 2), (2, 0)])
-@simulated
-async def test_more_sessions_than_a_user_may_have_refuse_a_start(it, limit, n_workers):
-    write_others()
-    words = f"user {{}} has 2 sessions, and cml.limits.user-sessions is {limit}, in Dask's configuration"
-    with limited(user_sessions=limit):
-        with pytest.raises(LaunchRefused, match="dask-cml refused to launch mine-scheduler: ") as caught:
-            await simulate(name="mine", n_workers=n_workers)
-        assert words.format(getpass.getuser()) in str(caught.value)
-        assert it.platform.live == []
-
-
-@simulated
-async def test_more_sessions_than_a_user_may_have_are_not_launched_until_others_end(it):
-    write_others()
-    with limited(user_sessions=4):
-        async with simulate(name="mine", n_workers=1) as mine:
-            await eventually(lambda: arrived(mine) == 1)
-            mine.scale(3)
-            await eventually(lambda: mine.view.shortages)
-            assert "launched 1 of 3 workers: user " in log_of(mine)
-            assert "has 4 sessions, and cml.limits.user-sessions is 4" in repr(mine)
-            store.remove(store.read("other"))
-            mine.scale(3)
-            await eventually(lambda: arrived(mine) == 3)
-
-
-@simulated
-async def test_a_launch_that_is_not_answered_yet_counts_once_for_its_user(it):
-    with limited(user_sessions=10):
-        async with simulate(name="mine") as mine:
-            it.platform.plan("launch_workers", Mishap(after=25.0))
-            mine.scale(5)
-            await eventually(lambda: arrived(mine) == 4)
-            mine.scale(7)
-            await eventually(lambda: arrived(mine) == 7)
-            assert not mine.view.shortages
 
 
 # -- hours

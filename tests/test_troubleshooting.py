@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import dask
 import pytest
 from clusters import arrived, cut_off, log_of, new_record, simulate, write_record
-from clusters import sessions as recorded
 from distributed import Client, wait
 from distributed.comm import core, tcp
 from distributed.core import Status
@@ -44,7 +43,6 @@ from dask_cml.local import processes
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.private_files import NotPrivate
 from dask_cml.records import operations, store
-from dask_cml.records.record import Maker
 from dask_cml.scheduler import lifetime
 from dask_cml.scheduler.health import Health
 from dask_cml.sessions import api_v2, here
@@ -159,11 +157,6 @@ def test_the_page_lists_the_reasons_why_nothing_is_launched(platform, seen, monk
     fails(seen, ValueError, lambda: make(launch_options={"gpu_label": 3}))
     with dask.config.set({"cml.limits.sessions": 3}):
         fails(seen, ValueError, lambda: make(n_workers=4))
-    launches = recorded(aaaa="scheduler", bbbb="mine-0")
-    write_record(new_record("mine", maker=Maker.this_process(), launches=launches))
-    with dask.config.set({"cml.limits.user-sessions": 2}):
-        fails(seen, LaunchRefused, make)
-    store.remove(store.read("mine"))
     platform.configure(quota={"sessions": 0})
     fails(seen, LaunchRefused, make)
     platform.configure(quota=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,10 +119,6 @@ class Alone:
     async def ends(self) -> Sequence[str]:
         """Return when the sessions end in any case, as phrases."""
         return ()
-
-    async def left_for_user(self, used: int) -> tuple[int, str]:
-        """Return how many more sessions the site allows the user of a cluster that uses some, and why."""
-        return sys.maxsize, ""
 
     @property
     def may_keep(self) -> bool:

@@ -157,10 +157,7 @@ class Launches:
         began, cluster = time.monotonic(), self._cluster
         groups = {name: cluster.groups.group_of(name) for name in names}
         backoffs = {group: self.backoff(group) for group in {*groups.values()}}
-        others = self._tasks.keys() - cluster.workers.keys() - {*names}
-        left, why = await cluster.sharing.left_for_user(len(self._processes.launched) + len(others))
-        errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[left:]}
-        errors |= await self._launch_some(names[:left], groups, unasked)
+        errors = await self._launch_some(names, groups, unasked)
         for group, backoff in backoffs.items():
             with cluster.groups.changing():
                 if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile

@@ -16,7 +16,7 @@ from dask_cml.core.interface import Cluster
 from dask_cml.core.launches import Launches
 from dask_cml.core.processes import Processes
 from dask_cml.display import StartDisplay
-from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.errors import CMLError
 from dask_cml.options import Options
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import CallFailed
@@ -95,9 +95,6 @@ class Start:
         scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**cluster.scheduler_spec["options"])
         cluster.scheduler = scheduler
         specs = dict(cluster.worker_spec)  # a user may scale meanwhile
-        left, why = await cluster.sharing.left_for_user(0)
-        if strict and left < 1 + len(specs):
-            raise LaunchRefused(scheduler.name, why, by="dask-cml")
         workers: dict[str, Any] = {}
         if strict:  # before the scheduler's session is launched: a spec or a label may be invalid
             options = cluster.options

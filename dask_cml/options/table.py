@@ -530,15 +530,6 @@ _TABLE: dict[str, tuple[Option, ...]] = {
             "configuration counts. By default unlimited.",
             has_flag=True,
         ),
-        Option(
-            "limits.user-sessions",
-            "",
-            checks.integer,
-            None,
-            "Maximum number of sessions per user, in all clusters of the `state-directory`. By default "
-            "unlimited.",
-            least=1,
-        ),
     ),
     "The platform": (
         Argument(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from dask_cml.cancellation import to_the_end
 from dask_cml.checks import seconds
 from dask_cml.errors import ClusterExists, CMLError
-from dask_cml.options import limits
 from dask_cml.output import get_logger
 from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
@@ -171,28 +169,6 @@ def _waiting(record: Record) -> dict[str, float | None]:
     """Describe the queued sessions, as far as their keeper has recorded it."""
     times = [launch.launched for launch in record.launches.values() if launch.waits]
     return {"waiting": len(times), "waiting_for": max(0.0, time.time() - min(times)) if times else None}
-
-
-def left_for_user(record: Record, used: int) -> tuple[int, str]:
-    """Return how many more sessions ``cml.limits.user-sessions`` allows the user of a cluster, and why.
-
-    Blocks while it waits for the file system.
-
-    Parameters
-    ----------
-    record : Record
-        The cluster's record.
-    used : int
-        Number of the cluster's sessions.
-    """
-    limit = limits.limits().get("user-sessions")
-    if limit is None:
-        return sys.maxsize, ""
-    user = record.maker.user
-    others = [other for other in store.records(record.folder.parent) if other.id != record.id]
-    used += sum(len(other.sessions) for other in others if other.maker.user == user)
-    why = f"user {user} has {used} sessions, and {limits.describe('user-sessions')}"
-    return max(0, int(limit) - used), f"{why}; to list their clusters, run `dask cml list`"
 
 
 async def ended_clusters() -> list[history.EndedCluster]:

@@ -30,7 +30,7 @@ from dask_cml.options.limits import limits
 from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.history import kept_logs
-from dask_cml.records.operations import left_for_user, stop_and_remove, take_name, wait_until_running
+from dask_cml.records.operations import stop_and_remove, take_name, wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.rpc import NO_ANSWER
@@ -185,11 +185,6 @@ class Sharing(Alone):
         """Return when the sessions end in any case, as phrases."""
         assert self.record is not None
         return (await asyncio.to_thread(store.refreshed, self.record)).ends
-
-    async def left_for_user(self, used: int) -> tuple[int, str]:
-        """Return how many more sessions the site allows the user of a cluster that uses some, and why."""
-        assert self.record is not None
-        return await asyncio.to_thread(left_for_user, self.record, used)
 
     # -- start
 
