@@ -129,6 +129,11 @@ def arrived(cluster: CMLCluster) -> int:
     return sum(group.n_arrived for group in cluster.worker_groups.values())
 
 
+def connected(cluster: CMLCluster) -> set[str]:
+    """Return the names of the connected Dask workers."""
+    return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
+
+
 def target(cluster: CMLCluster) -> int:
     """Return the number of requested worker sessions of the default group."""
     return cluster.worker_groups["default"].n_workers

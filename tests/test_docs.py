@@ -238,7 +238,7 @@ def test_the_configuration_on_a_page_is_valid(page):
         assert names <= {*arguments}, block.place
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, pytest.param(ROOT / "tests" / "README.md", id="tests")])
 def test_the_links_of_a_page_lead_to_files_and_their_headings(page):
     text = _BLOCK.sub("", page.read_text())
     for target in _IMAGE_OR_LINK.findall(text):

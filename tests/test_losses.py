@@ -30,31 +30,6 @@ def end_worker(it, cluster, name):
     return it.sessions.processes[session].start(worker.close(nanny=False, executor_wait=False))
 
 
-@pytest.mark.parametrize(
-    ("fate", "words"),
-    [
-        ("fails", "lost: it never connected; the platform says failed"),
-        ("silent", "lost: it did not connect within 20 s"),
-        ("evicted", "lost: evicted or killed by the platform, which says failed"),
-        ("closed", "closed"),
-    ],
-)
-@simulated
-async def test_a_lost_session_is_replaced_and_the_cause_is_reported(it, fate, words):
-    if fate in ("fails", "silent"):
-        it.platform.doom(fate, key="-0")
-    async with simulate(name="mine", n_workers=1, worker_timeout=20) as cluster:
-        if fate in ("evicted", "closed"):
-            await eventually(lambda: arrived(cluster) == 1)
-        if fate == "evicted":
-            it.platform.evict(cluster.workers["mine-0"].session_id)
-        if fate == "closed":
-            async with Client(cluster, asynchronous=True) as client:
-                await client.retire_workers(names=["mine-0"])
-        await eventually(lambda: dask_names(cluster) == {"mine-1"})
-        assert log_of(cluster) == f"Worker mine-0 {words}; launching a replacement"
-
-
 @simulated
 async def test_a_waiting_session_that_leaves_the_list_is_replaced(it):
     """Its wait would have no end: somebody has stopped it, and the platform has archived it."""

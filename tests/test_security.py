@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 import stat
 from datetime import datetime, timedelta, timezone
@@ -247,11 +246,3 @@ async def test_a_missing_file_of_keys_is_refused_before_anything_is_launched(pla
     with pytest.raises(ValueError, match=f"invalid security: .* whose {field} is a PEM .*, got '{path}' \\("):
         await make(security=files(**{name: wrong}))
     assert platform.list_workers() == []
-
-
-def test_the_tests_that_the_list_of_protections_names_exist():
-    root = Path(__file__).parent
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root / "README.md").read_text())
-    assert named
-    for file, test in named:
-        assert f"def {test}(" in (root / file).read_text()
