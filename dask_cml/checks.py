@@ -323,8 +323,13 @@ def command_line(argument: str, value: Any, refused: Refused) -> tuple[str, ...]
     if not _is_list(value):
         raise TypeError(of_type(argument, value, 'a list of strings, such as ["--option", "3"]'))
     words = tuple(_hidden_text(f"{argument}[{i}]", word) for i, word in enumerate(value))
-    for option in (word.split("=")[0] for word in words):
+    for i, word in enumerate(words):
+        start = word.split("=")[0]
+        option, *value = start.split()[:2] if start.strip().startswith("-") else [start]
         _refuse(argument, option, option, refused)
+        if option != start:
+            expected = f'two strings, "{option}", "…"' if value else f'"{option}", without spaces'
+            raise ValueError(f"invalid {argument}[{i}]: expected {expected}")
     return words
 
 

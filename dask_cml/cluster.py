@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import logging
 import math
 import time
@@ -27,7 +26,6 @@ from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
-from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
@@ -285,6 +283,13 @@ class CMLCluster(SpecCluster):
         check_loop(asynchronous, loop)
         check_silence_logs(silence_logs)
         options = Options.read(**given).inheriting()
+        own = here.this_cluster()
+        if own is not None and options.create_mode != "connect" and given.get("create_mode") is None:
+            raise CMLError(
+                f"cluster not created: this process runs in a session of cluster {own}, perhaps because "
+                "a task imports the module that creates the cluster. Create it in a function, or below "
+                "`if __name__ == \"__main__\":`. For a cluster of this session, pass create_mode='create'"
+            )
         if options.create_mode == "create":
             check_new(options)
         self._has_sessions_tab = False
@@ -563,8 +568,8 @@ class CMLCluster(SpecCluster):
         >>> adaptive = cluster.adapt(1, 10)
         """
         # SpecCluster.adapt (spec.py:615) knows no groups, no limits of a site, and no other process.
-        allowed = arguments_of(Adaptive) | {*inspect.signature(Scheduler.workers_to_close).parameters}
-        refuse_unexpected(self.adapt, kwargs, allowed - {"cluster"})
+        # Adaptive passes memory_ratio to Scheduler.workers_to_close, and sets its other arguments.
+        refuse_unexpected(self.adapt, kwargs, arguments_of(Adaptive) - {"cluster"} | {"memory_ratio"})
         options, others = self.groups.options(worker_group), self.groups.others(worker_group)
         least, most = adaptive_bounds(
             options,

@@ -20,7 +20,7 @@ SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER, LOGS_FOLDER = "sessions", "ended"
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.
 FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
-#: The environment variable with the cluster's name, of a scheduler's session without a record.
+#: The environment variable of a session with the name of its cluster.
 CLUSTER = "DASK_CML_CLUSTER"
 #: The environment variable with more hosts whose pages may use the scheduler's dashboard, between commas.
 HOSTS = "DASK_CML_DASHBOARD_HOSTS"

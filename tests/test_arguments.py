@@ -120,6 +120,8 @@ class Patient(CMLAdaptive):
     [
         (lambda cluster: cluster.scale(n_workers=2), r"scale\(\) .*'n_workers': expected n$"),
         (lambda cluster: cluster.adapt(maximun=2), r"adapt\(\) .*'maximun': expected maximum$"),
+        (lambda cluster: cluster.adapt(n=3), r"adapt\(\) .*'n': expected minimum or maximum$"),
+        (lambda cluster: cluster.adapt(key=len), r"adapt\(\) .*'key': "),
         (lambda cluster: cluster.add_worker_group("big", memory_limit=2), r"_group\(\) .*: expected memory$"),
     ],
 )

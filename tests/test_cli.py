@@ -634,6 +634,20 @@ def test_an_invalid_option_is_refused_before_a_launch(platform, option, code):
     assert platform.sessions() == []
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["stop", "my lab"], "No such command 'stop': run `dask cml delete 'my lab'`."),
+        (["ls"], "No such command 'ls': run `dask cml list`."),
+        (["status", "lab", "--json"], "No such command 'status': run `dask cml info lab --json`."),
+        (["start", "--cpu", "2"], "No such command 'start': run `dask cml create --cpu 2`."),
+        (["lst"], "No such command 'lst'."),
+    ],
+)
+def test_a_command_of_another_name_is_refused_with_the_right_one(command, words):
+    assert words in run(*command, code=2)
+
+
 def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypatch):
     with dask.config.set({"cml.env": {"TOKEN": "s3cr3t"}, "cml.scheduler-args": ["--preload", "a b"]}):
         cli.create._cluster_options.cache_clear()

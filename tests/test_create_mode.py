@@ -187,3 +187,21 @@ async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypa
         monkeypatch.setattr(cluster_module, "scheduler_spec", spec)
         await simulate(name="other").close()
         assert "another cluster" not in log_of(first)
+
+
+@pytest.mark.parametrize("session", ["lab-scheduler", "lab-0"])
+@simulated
+async def test_a_session_of_a_cluster_creates_a_cluster_only_if_the_code_says_so(it, session):
+    async def create(**options):
+        async with simulate(name="other", **options):
+            return {*it.platform.running}
+
+    async with lab(n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        process = it.sessions.processes[it.platform.running[session]]
+        with pytest.raises(
+            CMLError, match=r"this process runs in a session of cluster lab.*create_mode='create'"
+        ):
+            await process.start(create())
+        assert {*it.platform.running} == {"lab-scheduler", "lab-0"}
+        assert "other-scheduler" in await process.start(create(create_mode="create"))

@@ -25,8 +25,23 @@ from dask_cml.words import first_line, printable, table
 _INTERRUPTED = 130  # as shells say it
 
 
+#: Names that other programs give to the commands.
+_OTHER_NAMES = {
+    **dict.fromkeys(("destroy", "kill", "remove", "rm", "shutdown", "stop"), "delete"),
+    **dict.fromkeys(("clusters", "ls", "ps"), "list"),
+    **dict.fromkeys(("describe", "get", "show", "status"), "info"),
+    **dict.fromkeys(("launch", "new", "start", "up"), "create"),
+}
+
+
 class _Commands(click.Group):
     """Runs commands, also coroutines. Errors of the user and of the platform are one line."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if other := _OTHER_NAMES.get(args[0]):
+            command = shlex.join(["dask", "cml", other, *args[1:]])
+            ctx.fail(f"No such command {args[0]!r}: run `{command}`.")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -137,6 +137,8 @@ class CMLAdaptive(Adaptive):
     ) -> None:
         self._group = worker_group
         self._released = False
+        #: The last error that is logged.
+        self._logged = ""
         # Without an interval, Dask's class does not start before the cluster does.
         super().__init__(cluster, interval=0, **kwargs)
         if interval is None:
@@ -191,10 +193,13 @@ class CMLAdaptive(Adaptive):
             self.state = "running"
 
     async def _adapt(self) -> None:
+        """Adapt. Log an error that repeats itself once."""
         try:
             await self.adapt()
-        except Exception:  # of Dask's Adaptive, or of a user's subclass
-            logger.warning("Adaptive scaling of cluster %s failed", self.cluster.name, exc_info=True)
+        except Exception as error:  # of Dask's Adaptive, or of a user's subclass
+            if repr(error) != self._logged:
+                logger.warning("Adaptive scaling of cluster %s failed", self.cluster.name, exc_info=True)
+            self._logged = repr(error)
 
     def release(self) -> None:
         """Adapt no more, because something else scales the group."""

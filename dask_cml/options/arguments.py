@@ -87,7 +87,7 @@ def unexpected_argument(function: str, name: str, arguments: Sequence[str]) -> s
     """
     elsewhere = {argument.name: argument.elsewhere for argument in ARGUMENTS.values()}
     n = ("n_workers", *elsewhere["n_workers"])
-    elsewhere |= {"n": n, "minimum": _MINIMUM, "maximum": _MAXIMUM}
+    elsewhere |= {"n": n, "minimum": (*_MINIMUM, "n", *n), "maximum": (*_MAXIMUM, "n", *n)}
     here = [argument for argument in arguments if name in elsewhere.get(argument, ())]
     if name in _NEEDLESS:
         here = [f"none, because {_NEEDLESS[name]}"]
@@ -148,4 +148,4 @@ def arguments_of(cls: type) -> set[str]:
             for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
                 if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                     found.add(parameter.name)
-    return found
+    return found - {"self"}

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from dask_cml.errors import NotOnCML
-from dask_cml.layout import CLIENT_NAME, inside_name
+from dask_cml.layout import CLIENT_NAME, CLUSTER, inside_name
 from dask_cml.words import format_duration
 
 #: A project variable for Spark, by which the platform holds a session back until several can start,
@@ -49,6 +49,11 @@ def this_session() -> str | None:
 def is_inside(record: str) -> bool:
     """Return whether this process runs in a session of the cluster whose record has this id."""
     return os.environ.get(CLIENT_NAME) == inside_name(record)
+
+
+def this_cluster() -> str | None:
+    """Return the name of the cluster in whose session this process runs. Return None elsewhere."""
+    return os.environ.get(CLUSTER)
 
 
 def this_user() -> str | None:

@@ -309,7 +309,7 @@ def _plan(
     if expanded:
         env[EXPANDED] = json.dumps(expanded)
     if place.record is not None:
-        env[CLIENT_NAME] = inside_name(place.record)
+        env |= {CLIENT_NAME: inside_name(place.record), CLUSTER: options.name}
     return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env, EXPANDED})
 
 
