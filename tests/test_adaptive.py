@@ -8,7 +8,6 @@ import threading
 
 import pytest
 from clusters import arrived, limits, log_of, rebuild, scheduler_of, simulate, target
-from distributed import Client
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
@@ -225,20 +224,6 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         work.tasks = 5
         await asyncio.sleep(20)
         assert target(cluster) == target(remote) == 3
-
-
-@pytest.mark.parametrize("broadcast", [False, True])
-@simulated
-async def test_a_client_that_waits_in_scatter_gets_a_worker(it, broadcast):
-    async with simulate(name="mine") as cluster, Client(cluster, asynchronous=True) as client:
-        cluster.adapt(0, 3, **FAST)
-        future = await client.scatter({"a": 1}, broadcast=broadcast, timeout=600)
-        assert await client.gather(future) == {"a": 1}
-        assert target(cluster) == 1
-        await asyncio.sleep(20)
-        assert target(cluster) == 1  # which holds the data
-        del future
-        await eventually(lambda: target(cluster) == 0)
 
 
 @pytest.mark.parametrize("stops", ["adaptive.stop", "cluster.scale", "remote.scale"])

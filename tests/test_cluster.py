@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 
 import pytest
-from clusters import target
 from distributed import Client
 from distributed.deploy.adaptive import Adaptive
 
@@ -47,135 +45,6 @@ def live(platform):
     ]
 
 
-def test_workers_have_the_threads_and_memory_of_their_session(platform):
-    with (
-        CMLCluster(
-            n_workers=1, cpu=3, memory="1.5 GiB", memory_reserve="512 MiB", platform="local"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(1, timeout=120)
-        [worker] = client.scheduler_info()["workers"].values()
-        assert worker["nthreads"] == 3
-        assert worker["memory_limit"] == 2**30
-
-
-@pytest.mark.slow
-def test_the_constructor_returns_before_slow_workers_have_come(platform, until):
-    platform.inject("hangs", match="A worker of")
-    with CMLCluster(n_workers=1, platform="local", quiet=True) as cluster:
-        assert len(cluster.worker_spec) == len(cluster.workers) == 1
-        assert n_workers(cluster) == 0
-
-
-def test_scaling_up_and_down(platform, cluster, client, until):
-    cluster.scale(3)
-    assert len(cluster.worker_spec) == 3
-    until(lambda: n_workers(cluster) == 3)
-    cluster.scale(1)
-    until(lambda: n_workers(cluster) == 1 and len(cluster.sessions) == 2)
-    until(lambda: len(live(platform)) == 2)
-    cluster.scale(0)
-    until(lambda: n_workers(cluster) == 0 and len(cluster.sessions) == 1)
-    cluster.scale(1)
-    until(lambda: n_workers(cluster) == 1)
-    assert client.submit(sum, [1]).result() == 1
-
-
-@pytest.mark.slow
-def test_scaling_down_first_closes_sessions_that_are_not_connected(platform, cluster, client, until):
-    platform.configure(start_delay=3600)
-    names = {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
-    cluster.scale(4)
-    until(lambda: len(cluster.workers) == 4)
-    cluster.scale(2)
-    until(lambda: len(cluster.workers) == 2)
-    assert set(cluster.workers) == set(cluster.worker_spec) == names
-
-
-@pytest.fixture
-async def unstarted(platform):
-    cluster = CMLCluster(cpu=2, memory=4, memory_reserve=1, platform="local", asynchronous=True)
-    yield cluster
-    await cluster.close()
-    assert platform.sessions() == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "n"),
-    [
-        ({"memory": 8}, 2),
-        ({"memory": "9 GiB"}, 3),
-        ({"memory": "12 GiB"}, 3),
-        ({"cores": 3}, 2),
-        ({"n": 1, "cores": 7, "memory": 1}, 4),
-        ({"n": 5, "memory": 8}, 5),
-    ],
-)
-async def test_scaling_by_memory_and_cores(unstarted, arguments, n):
-    unstarted.scale(**arguments)
-    assert target(unstarted) == len(unstarted.worker_spec) == n
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"n": -1}, ValueError, "n=-1"),
-        ({"n": 1.5}, ValueError, "n=1.5"),
-        ({"n": "many"}, TypeError, "n='many'"),
-        ({"memory": "lots"}, ValueError, "memory='lots'"),
-        ({"memory": 0}, ValueError, "memory=0"),
-        ({"cores": -2}, ValueError, "cores=-2"),
-    ],
-)
-async def test_bad_arguments_of_scale_change_nothing(unstarted, arguments, error, words):
-    with pytest.raises(error, match=words):
-        unstarted.scale(**arguments)
-    assert target(unstarted) == 0
-    assert unstarted.worker_spec == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"minimum": -1}, ValueError, "minimum=-1"),
-        ({"maximum": "all"}, TypeError, "maximum='all'"),
-        ({"minimum": 3, "maximum": 2}, ValueError, "maximum=2"),
-        ({"maximum_memory": "lots"}, ValueError, "maximum_memory='lots'"),
-        ({"minimum_cores": 4, "maximum": 1}, ValueError, "maximum=1"),
-    ],
-)
-async def test_bad_arguments_of_adapt_change_nothing(unstarted, arguments, error, words):
-    with pytest.raises(error, match=words):
-        unstarted.adapt(**arguments)
-    assert not unstarted.groups.adapts("default")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "limits"),
-    [
-        ({"maximum_cores": 9}, (0, 4)),
-        ({"minimum_cores": 3, "maximum_memory": "20 GiB"}, (2, 5)),
-        ({"minimum_memory": 8, "maximum": 7}, (2, 7)),
-        ({}, (0, 100)),
-    ],
-)
-async def test_adapting_counts_cores_and_memory_in_sessions(unstarted, arguments, limits):
-    adaptive = unstarted.adapt(**arguments, interval=None)
-    assert (adaptive.minimum, adaptive.maximum) == limits
-
-
-@pytest.mark.slow
-def test_adapting_follows_the_work(platform, until):
-    with CMLCluster(platform="local", quiet=True) as cluster, Client(cluster) as client:
-        cluster.adapt(minimum=0, maximum=2, interval="100 ms", wait_count=2)
-        futures = client.map(lambda x: x + 1, range(8))
-        assert client.gather(futures) == [*range(1, 9)]
-        del futures
-        until(lambda: not cluster.worker_spec and len(cluster.sessions) == 1)
-        assert client.submit(sum, [1, 2]).result() == 3
-
-
 @pytest.mark.slow
 def test_another_adaptive_class_may_be_used(platform, until):
     with CMLCluster(platform="local", quiet=True) as cluster, Client(cluster) as client:
@@ -205,16 +74,6 @@ def test_processes_share_one_session(platform, until):
         cluster.adapt(0, 2, interval="100 ms", wait_count=1)
         del futures
         until(lambda: n_workers(cluster) == 0)
-
-
-def test_scaling_down_loses_no_data(platform, until):
-    with CMLCluster(n_workers=4, platform="local", quiet=True) as cluster, Client(cluster) as client:
-        client.wait_for_workers(4, timeout=120)
-        futures = client.scatter([*range(100)])
-        assert len({w for workers in client.who_has(futures).values() for w in workers}) == 4
-        cluster.scale(1)
-        until(lambda: n_workers(cluster) == 1 and len(cluster.sessions) == 2)
-        assert client.gather(futures, errors="raise") == [*range(100)]
 
 
 def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster, client, until):
@@ -265,20 +124,6 @@ async def test_job_script_launches_nothing(platform):
     assert "cpu=4 memory=16" in cluster.job_script()
     assert platform.list_workers() == []
     await cluster.close()
-
-
-@pytest.mark.slow
-def test_environment_reaches_scheduler_and_workers(platform):
-    env = {"GREETING": 'it\'s $HOME "quoted" {1+1}', "PATH": "/mine:$PATH"}
-    with (
-        CMLCluster(n_workers=1, env=env, platform="local") as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(1, timeout=120)
-        greeting = env["GREETING"].replace("$HOME", os.environ["HOME"])
-        assert [*client.run(os.getenv, "GREETING").values()] == [greeting]
-        assert client.run_on_scheduler(os.getenv, "GREETING") == greeting
-        assert client.run_on_scheduler(os.getenv, "PATH") == f"/mine:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize(

@@ -25,16 +25,6 @@ from dask_cml.options import state_directory
 pytestmark = pytest.mark.usefixtures("light")
 
 
-@simulated
-async def test_nothing_is_launched_before_the_await(it):
-    cluster = simulate(n_workers=1)
-    assert cluster.status == Status.created
-    assert it.platform.live == []
-    await cluster
-    assert len(it.platform.live) == 2
-    await cluster.close()
-
-
 async def test_as_the_sidebar_does(platform, holds):
     cluster = await CMLCluster(platform="local", asynchronous=True)
     cluster.scale(2)
@@ -46,14 +36,6 @@ async def test_as_the_sidebar_does(platform, holds):
     await holds(lambda: not cluster.scheduler_info["workers"])
     await cluster.close()
     assert cluster.status == Status.closed
-
-
-@simulated
-async def test_scale_can_be_awaited(it):
-    async with simulate() as cluster:
-        await cluster.scale(1)
-        await cluster
-        assert len(cluster.workers) == 1
 
 
 @simulated

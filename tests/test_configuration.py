@@ -412,31 +412,6 @@ def test_a_state_directory_that_is_set_here_is_that_of_the_sessions(tmp_path, mo
         assert inherited(state_directory()) == {"DASK_CML__STATE_DIRECTORY": str(tmp_path / "here")}
 
 
-@pytest.mark.slow
-async def test_sessions_inherit_the_configuration_from_before_the_creation(platform, light):
-    ours = {
-        "distributed.scheduler.unknown-task-duration": "3s",
-        "distributed.worker.memory.target": 0.5,
-        "mine.own": 1,
-        "others.own": 1,
-    }
-
-    def settings():  # within this function, because sessions cannot import this module
-        return [dask.config.get(key, None) for key in [*ours, "cml.state-directory"]]
-
-    expected = ["3s", 0.5, 1, None, dask.config.get("cml.state-directory")]
-    with dask.config.set({**ours, "cml.inherit": ["mine"]}):
-        cluster = CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True)
-    async with cluster, Client(cluster, asynchronous=True) as client:
-        assert await client.run_on_scheduler(settings) == expected
-        await client.wait_for_workers(1, timeout=120)
-        assert [*(await client.run(settings)).values()] == [expected]
-        # A remote, whose configuration is another, knows them as they are.
-        with dask.config.set({"cml.platform": "local"}):
-            async with rebuild(cluster.name) as remote:
-                assert remote.options.env == cluster.options.env
-
-
 async def test_a_remote_uses_the_platform_of_its_cluster(platform, light):
     async with make() as cluster, rebuild(cluster.name) as remote:
         assert remote.options.platform == "local"

@@ -99,31 +99,6 @@ async def test_a_remote_adds_scales_and_deletes_groups(it):
         assert len({session.key for session in it.platform.all.values()}) == len(it.platform.all)
 
 
-@simulated
-async def test_a_lost_worker_of_a_group_is_replaced_in_it(it):
-    async with mine(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
-        await eventually(lambda: names(cluster) == {"mine-0", "mine-big-0"})
-        it.platform.evict(cluster.workers["mine-big-0"].session_id)
-        await eventually(lambda: names(cluster) == {"mine-0", "mine-big-1"})
-        assert {*cluster.workers} == {"mine-0", "mine-big-1"}
-
-
-@simulated
-async def test_a_deleted_group_hands_over_its_data(it):
-    groups = {"big": {"n_workers": 1, "resources": {"BIG": 1}}}
-    async with (
-        mine(n_workers=1, worker_groups=groups) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        await eventually(lambda: cluster.worker_groups["big"].n_arrived == 1)
-        held = client.submit(lambda: get_worker().name, resources={"BIG": 1})
-        assert await held == "mine-big-0"
-        await eventually(lambda: cluster.worker_groups["default"].n_arrived == 1)
-        await cluster.delete_worker_group("big")
-        assert await held == "mine-big-0"
-        assert names(cluster) == {"mine-0"}
-
-
 @pytest.mark.parametrize("who", ["keeper", "remote"])
 @simulated
 async def test_the_workers_of_a_deleted_group_stay_until_others_can_take_their_data(it, who):

@@ -7,12 +7,11 @@ import time
 import traceback
 
 import pytest
-from clusters import arrived, log_of, name_of, simulate
+from clusters import arrived, log_of, simulate
 from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
 from testbed import faults
 
-import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 from dask_cml.core.alone import How
 from dask_cml.sessions import mesh
@@ -85,27 +84,9 @@ def test_a_half_created_session_of_a_refused_launch_is_stopped(platform, start):
     assert platform.sessions()
 
 
-@pytest.mark.parametrize(("fault", "status"), [("fails", "failed"), ("succeeds", "succeeded")])
-def test_an_ended_scheduler_session_is_named_with_its_status(platform, start, fault, status):
-    platform.inject(fault, match="The scheduler of")
-    message = str(start(SessionFailed))
-    [session] = [s for s in platform.sessions() if name_of(s).endswith("-scheduler")]
-    assert session["id"] in message
-    assert f"its status is {status}" in message
-
-
 def test_the_error_shows_the_output_of_a_scheduler_that_cannot_run(start):
     message = str(start(SessionFailed, scheduler_args=["--preload", "no_such_module"]))
     assert "no_such_module" in message
-
-
-@simulated
-async def test_a_start_fails_if_its_scheduler_does_not_answer_in_time(it):
-    it.platform.doom("silent", key="scheduler")
-    with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running") as caught:
-        await simulate(n_workers=1, scheduler_timeout=30)
-    assert "Istio" not in str(caught.value)
-    assert not it.platform.running
 
 
 @simulated
@@ -125,19 +106,6 @@ async def test_a_mesh_is_not_blamed_for_a_session_that_does_not_run(it, sidecar)
     with pytest.raises(SchedulerTimeout) as caught:
         await simulate(n_workers=1, pending_timeout=30)
     assert "Istio" not in str(caught.value)
-
-
-@simulated
-async def test_a_scheduler_that_waits_for_room_for_too_long_is_given_up(it):
-    it.platform.configure({"sessions": 0}, waits_for_room=True)
-    with pytest.raises(SchedulerTimeout, match="did not run within 30 s, its status is scheduling"):
-        await simulate(n_workers=1, pending_timeout=30)
-    assert not it.platform.running
-
-
-def test_outside_of_cml_a_cluster_raises_an_error(platform):
-    with pytest.raises(dask_cml.NotOnCML, match='platform="local"'):
-        CMLCluster()
 
 
 def test_permanent_errors_are_raised_at_once(platform, start):
