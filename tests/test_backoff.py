@@ -17,6 +17,7 @@ from dask_cml.sessions.causes import Cause, Loss
 KILLED = Loss(Cause.KILLED, "evicted or killed by the platform")
 OUT_OF_MEMORY = Loss(Cause.OUT_OF_MEMORY, "out of memory", of_task=True)
 EVICTED, CLOSED = Loss(Cause.EVICTED, "evicted"), Loss(Cause.CLOSED, "closed")
+ENDED = Loss(Cause.PROGRAM_ENDED, "its program ended")
 
 
 @pytest.fixture
@@ -123,12 +124,41 @@ def test_workers_that_connect_and_are_killed_at_once_are_not_replaced_for_ever(b
 
 
 def test_a_connection_forgets_earlier_failures_after_a_while(backoff, clock):
-    for _ in range(3):
-        backoff.failed("it ended", 1)
-    backoff.arrived(clock.now)
-    clock.now += 31
-    backoff.lost({"mine-0": KILLED})
-    assert backoff.pause == 0
+    for _ in range(20):
+        backoff.arrived(clock.now)
+        clock.now += 31
+        backoff.lost({"mine-0": KILLED})
+    assert not backoff.gave_up
+
+
+def test_the_pauses_grow_while_connections_last_for_a_few_minutes(backoff, clock):
+    pauses = []
+    for lasts in (31, 31, 31, 599, 601, 31):
+        backoff.arrived(clock.now)
+        clock.now += lasts
+        backoff.lost({"mine-0": KILLED})
+        pauses.append(backoff.pause)
+    assert pauses == [0, 2, 4, 8, 0, 2]
+
+
+def test_workers_that_were_launched_before_others_failed_do_not_count_again(backoff, clock, lines):
+    """The nodes of a cluster may be drained one by one."""
+    began = clock.now
+    clock.now += 3600
+    for n in range(9):
+        clock.now += 2
+        backoff.lost({f"mine-{n}": EVICTED}, began, lasted=3600)
+    assert (backoff.pause, backoff.gave_up, len(lines)) == (0, False, 9)
+
+
+def test_workers_that_are_lost_long_after_their_launch_are_no_failures_in_a_row(backoff, clock):
+    """In a large cluster, workers are lost and others connect all the time."""
+    for _ in range(9):
+        backoff.arrived(clock.now)
+        clock.now += 5
+        backoff.lost({"mine-0": EVICTED}, clock.now - 60, lasted=40)
+        clock.now += 60
+    assert not backoff.gave_up
 
 
 def test_sessions_that_end_by_a_task_wait_longer_and_longer_but_are_always_replaced(backoff, clock):
@@ -153,21 +183,29 @@ def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, lines):
     ]
 
 
-@pytest.mark.parametrize("loss", [EVICTED, CLOSED])
-def test_a_session_that_was_evicted_or_closed_is_replaced_at_once(backoff, lines, loss):
+def test_a_session_that_a_user_closed_is_replaced_at_once(backoff, lines):
     for _ in range(20):
-        backoff.lost({"mine-0": loss})
+        backoff.lost({"mine-0": CLOSED})
     assert (backoff.pause, backoff.words) == (0, None)
-    assert lines[0] == f"Worker mine-0 {loss.words}; launching a replacement"
+    assert lines[0] == "Worker mine-0 closed; launching a replacement"
+
+
+@pytest.mark.parametrize("loss", [EVICTED, ENDED])
+def test_sessions_that_are_evicted_or_end_by_themselves_are_not_replaced_for_ever(backoff, loss):
+    pauses = []
+    while not backoff.gave_up:
+        backoff.lost({"mine-0": loss})
+        pauses.append(backoff.pause)
+    assert pauses == [0, 2, 4, 8, math.inf]
 
 
 def test_a_replacement_is_announced_only_if_it_is_launched(backoff, lines):
     while not backoff.gave_up:
         assert all("; launching a replacement" in line for line in lines)
-        backoff.lost({"mine-0": KILLED, "mine-1": EVICTED})
-    assert lines[-3:-1] == [f"Worker mine-0 lost: {KILLED.words}", "Worker mine-1 evicted"]
-    backoff.lost({"mine-2": EVICTED})
-    assert lines[-1] == "Worker mine-2 evicted"
+        backoff.lost({"mine-0": KILLED, "mine-1": CLOSED})
+    assert lines[-3:-1] == [f"Worker mine-0 lost: {KILLED.words}", "Worker mine-1 closed"]
+    backoff.lost({"mine-2": CLOSED})
+    assert lines[-1] == "Worker mine-2 closed"
 
 
 # -- in a cluster, each group has its own

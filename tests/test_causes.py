@@ -41,7 +41,9 @@ TRAINS = {"tasks": ["train-1", "train-2"]}
 
 
 def cause(last=IDLE, *log, connected=True, noticed=False, closed=False, said="failed"):
-    return find_cause(last, [*log], connected=connected, noticed=noticed, closed=closed, said=said)
+    succeeded = connected and said == "succeeded"
+    arguments = {"noticed": noticed, "closed": closed, "said": said, "succeeded": succeeded}
+    return find_cause(last, [*log], connected=connected, **arguments)
 
 
 # -- from what is known
@@ -107,6 +109,21 @@ def cause(last=IDLE, *log, connected=True, noticed=False, closed=False, said="fa
             "evicted or killed by the platform, which says UNKNOWN while it ran `train-1`, `train-2`",
         ),
         (cause(FULL, noticed=True, closed=True), Cause.CLOSED, "closed"),
+        (
+            cause({**IDLE, **TRAINS}, "[dask worker exited with status 0]", said="succeeded"),
+            Cause.PROGRAM_ENDED,
+            "its program ended with exit status 0 while it ran `train-1`, `train-2`",
+        ),
+        (
+            cause(IDLE, "Reason: worker-handle-scheduler-connection-broken", said="succeeded"),
+            Cause.PROGRAM_ENDED,
+            "its program ended, because its connection to the scheduler broke",
+        ),
+        (
+            cause(IDLE, "Scheduler was unaware of this worker; shutting down.", said="succeeded"),
+            Cause.PROGRAM_ENDED,
+            "its program ended, because the scheduler had counted it as lost",
+        ),
         (
             cause(None, connected=False, said="succeeded"),
             Cause.NEVER_CONNECTED,
@@ -386,6 +403,15 @@ async def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_count
 async def test_a_worker_that_was_closed_is_not_a_loss(client, is_told):
     await client.retire_workers(names=["mine-0"])
     await is_told("closed")
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_connection_breaks_is_a_loss_although_its_program_exits_with_0(client, is_told):
+    def break_connection(dask_worker):
+        dask_worker.loop.call_later(0.1, dask_worker.batched_stream.comm.abort)
+
+    await client.run(break_connection)
+    await is_told("lost: its program ended, because its connection to the scheduler broke")
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from dask_cml.sessions.causes import Cause, Loss
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 #: The causes of a session's end that are no failures.
-_NO_FAILURES = (Cause.CLOSED, Cause.EVICTED, Cause.NAME_TAKEN)
-#: Seconds after a connection without a failure after which earlier failures do not count any more.
-_SETTLED = 30.0
+_NO_FAILURES = (Cause.CLOSED, Cause.NAME_TAKEN)
+#: Seconds for which a connection has to hold, so that earlier failures do not count any more, and so that the
+#: pauses begin anew. Connections that break every minute are to be repaired by pauses, not by full speed.
+_SETTLED, _LASTING = 30.0, 600.0
 
 
 class Backoff:
@@ -55,7 +56,7 @@ class Backoff:
         self._quota_pause = quota_pause
         self._failures, self._pauses, self._not_before = 0, 0, 0.0
         self._arrived: float | None = None
-        #: When launches failed last.
+        #: When a launch or a worker failed last.
         self._failed_at = -math.inf
         #: How many sessions the platform launched when it refused one last, and when.
         self._ceiling: tuple[int, float] | None = None
@@ -93,25 +94,42 @@ class Backoff:
     @property
     def _is_settled(self) -> bool:
         """Whether no failure has followed the last connection for a while. Earlier failures are over then."""
-        return self._arrived is not None and time.monotonic() - self._arrived > _SETTLED
+        return self._settled_for > _SETTLED
 
-    def lost(self, losses: Mapping[str, Loss]) -> None:
+    @property
+    def _settled_for(self) -> float:
+        """Seconds since the last connection, if no failure has followed it."""
+        return 0.0 if self._arrived is None else time.monotonic() - self._arrived
+
+    def lost(self, losses: Mapping[str, Loss], began: float = math.inf, lasted: float = 0.0) -> None:
         """Record workers that were lost together, by their names, which counts as one failure.
 
-        A worker that was closed or evicted, or whose name was taken, is no failure. A worker that ended while
+        A worker that was closed by a user, or whose name was taken, is no failure. A worker that ended while
         it ran a task makes the next launches wait, but never stops them: the scheduler gives a task up that
-        ends several workers.
+        ends several workers. Workers that were launched before others failed do not count again, as when the
+        nodes of a cluster are drained one by one.
+
+        Parameters
+        ----------
+        losses : mapping of str to Loss
+            The losses.
+        began : float
+            When the last of them was launched.
+        lasted : float
+            For how long the first of them was connected, in seconds.
         """
         failures = {name: loss for name, loss in losses.items() if loss.cause not in _NO_FAILURES}
         counts = not all(loss.of_task for loss in failures.values())
-        if failures:
+        is_news = bool(failures) and began >= self._failed_at
+        if is_news:
+            self._forgive(lasted)
             name, loss = next(iter(failures.items()))
             self._fail(f"worker {name} lost: {loss.words}", len(failures), counts)
         replacement = "" if self.gave_up else "; launching a replacement"
         for name, loss in losses.items():
-            verb = "" if loss.cause in _NO_FAILURES else "lost: "
+            verb = "" if loss.cause in (*_NO_FAILURES, Cause.EVICTED) else "lost: "
             self._log(f"Worker {name} {verb}{loss.words}{replacement}")
-        if counts:
+        if is_news and counts:
             self._log_giving_up()
 
     def failed(self, reason: str, n: int, began: float = math.inf) -> None:
@@ -122,22 +140,27 @@ class Backoff:
         self._log(f"Worker failed: {reason}{_and_more(n)}")
         if began < self._failed_at:
             return
-        self._failed_at = time.monotonic()
         self._fail(reason, n)
         self._log_giving_up()
 
     def _fail(self, reason: str, n: int, counts: bool = True) -> None:
-        if self._is_settled:
-            self._failures = self._pauses = 0
+        self._forgive(self._settled_for)
         if counts:
             self._failures += 1
         self._pauses += 1
-        self._arrived = None
+        self._arrived, self._failed_at = None, time.monotonic()
         pause = min(_FIRST_PAUSE * 2 ** (self._pauses - 1), _LONGEST_PAUSE)
         self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
         self._failure = f"{reason}{_and_more(n)}"
         if counts and self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
+
+    def _forgive(self, lasted: float) -> None:
+        """Forget earlier failures, because a connection has lasted for some seconds."""
+        if lasted > _SETTLED:
+            self._failures = 0
+        if lasted > _LASTING:
+            self._pauses = 0
 
     def _log_giving_up(self) -> None:
         if self.gave_up:

@@ -121,7 +121,10 @@ class Losses:
         lost = {name: loss for name, loss in losses.items() if self._cluster.groups.replace(name)}
         for group in {groups[name] for name in lost}:
             of_group = {name: loss for name, loss in lost.items() if groups[name] == group}
-            self._launches.backoff(group).lost(of_group)
+            known = [workers[name] for name in of_group if name in workers]
+            began = max((worker.launched_at or math.inf for worker in known), default=math.inf)
+            lasted = max((worker.connected_for for worker in known), default=0.0)
+            self._launches.backoff(group).lost(of_group, began, lasted)
         for name, loss in lost.items():
             self._cluster.sharing.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
             # The log of a session that had no name is that of the session which had it first.
@@ -246,10 +249,10 @@ async def _cause(worker: CMLWorker, last: Mapping[str, Any], limit: float | None
     states = [last[name] for name in worker.dask_names if name in last]
     states.sort(key=lambda state: not state["tasks"])
     noticed = any(state["noticed"] for state in states)
-    # A session that succeeds after it was connected was closed on purpose, for example by a client. So does a
-    # session that the scheduler closes after the platform's notice.
+    # Dask's worker ends with status 0 after `Client.retire_workers`, and after its connection broke, too.
     succeeded = bool(worker.seen) and worker.info.get("status") == "succeeded"
-    closed = not noticed and (worker.was_closed or succeeded)
+    was_asked = bool(states) and all(state["expected"] for state in states)
+    closed = not noticed and (worker.was_closed or (succeeded and was_asked))
     return find_cause(
         states[0] if states else None,
         await worker.last_lines() if gone is None else [],
@@ -257,5 +260,6 @@ async def _cause(worker: CMLWorker, last: Mapping[str, Any], limit: float | None
         noticed=noticed,
         closed=closed,
         said=worker.reported if gone is None else "running",
+        succeeded=succeeded,
         gone=gone,
     )

@@ -6,6 +6,8 @@ from typing import Any
 
 from distributed.scheduler import Scheduler, WorkerState
 
+#: How the stimuli of removals begin that a user asks for, and the reasons of a worker that somebody closes.
+_RESTART, _CLOSED = "client-restart", ("worker-close", "scheduler-close-worker")
 #: Maximum number of tasks to name, and of characters of a name.
 _MOST_TASKS, _LONGEST = 3, 100
 
@@ -17,11 +19,14 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
     -------
     dict
         ``memory`` and ``limit`` of its process, ``spilled`` bytes and the most that it may spill, the
-        ``tasks`` that it ran, whether its end was ``expected``, and the address of its ``nanny``, if any.
+        ``tasks`` that it ran, whether its end was ``expected`` because somebody asked for it, and the address
+        of its ``nanny``, if any.
     """
     events = [event for _, event in scheduler.get_events(worker.address)]
     removals = [event for event in events if event.get("action") == "remove-worker"]
     removal: dict[str, Any] = removals[-1] if removals else {}
+    closings = [event.get("reason") for event in events if event.get("action") == "closing-worker"]
+    was_restarted = str(removal.get("stimulus_id")).startswith(_RESTART)  # a worker without a nanny ends then
     extra = worker.extra.get("cml") or {}
     return {
         "memory": worker.memory.process,
@@ -29,6 +34,6 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
         "spilled": worker.memory.spilled,
         "max_spill": extra.get("max_spill"),
         "tasks": [str(key)[:_LONGEST] for key in [*removal.get("processing-tasks", ())][:_MOST_TASKS]],
-        "expected": bool(removal.get("expected")),
+        "expected": bool(removal.get("expected") or was_restarted or {*closings} & {*_CLOSED}),
         "nanny": worker.nanny,
     }

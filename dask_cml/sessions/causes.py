@@ -24,6 +24,8 @@ _NO_SCHEDULER = "Timed out starting worker"
 _MORE_SHARED_MEMORY = (
     "raise the shared memory limit in the project's settings, or pass num_workers=0 to PyTorch's DataLoader"
 )
+#: Why Dask ends a worker by itself, in its log (worker.py, `handle_scheduler` and `heartbeat`).
+_DISCONNECTED, _UNKNOWN = "handle-scheduler-connection-broken", "Scheduler was unaware of this worker"
 _LAST_LINES = 4
 _GIB, _GB = 2**30, 10**9
 
@@ -35,6 +37,7 @@ class Cause(str, Enum):
     SCRATCH_FULL = "scratch full"
     BUS_ERROR = "bus error"
     PROGRAM_FAILED = "program failed"
+    PROGRAM_ENDED = "program ended"
     EVICTED = "evicted"
     KILLED = "killed"
     CLOSED = "closed"
@@ -74,6 +77,7 @@ def find_cause(
     noticed: bool,
     closed: bool,
     said: str,
+    succeeded: bool = False,
     gone: str | None = None,
     status: int | None = None,
 ) -> Loss:
@@ -93,6 +97,8 @@ def find_cause(
         Whether a user closed it.
     said : str
         What the platform says.
+    succeeded : bool
+        Whether its program ended without an error, by the platform.
     gone : str, optional
         What is known if the session runs, and lacks a Dask worker. Default: the session has ended.
     status : int, optional
@@ -133,8 +139,19 @@ def find_cause(
         return Loss(Cause.PROGRAM_FAILED, words, bool(tasks))
     if not connected:
         return Loss(Cause.NEVER_CONNECTED, f"it never connected; the platform says {said}")
+    if succeeded:
+        return Loss(Cause.PROGRAM_ENDED, f"its program ended{_why_it_ended(log)}{ran}", bool(tasks))
     words = gone or f"evicted or killed by the platform, which says {said}"
     return Loss(Cause.KILLED, f"{words}{ran}", bool(tasks))
+
+
+def _why_it_ended(log: list[str]) -> str:
+    """Return why Dask has ended a worker by itself, as far as its log says it."""
+    if any(_UNKNOWN in line for line in log):
+        return ", because the scheduler had counted it as lost"
+    if any(_DISCONNECTED in line for line in log):
+        return ", because its connection to the scheduler broke"
+    return " with exit status 0"
 
 
 def _memory_of(last: Mapping[str, Any] | None, log: list[str], said: str) -> str | None:

@@ -213,8 +213,6 @@ class CMLWorker(CMLProcess):
         The names of its Dask workers that have been connected.
     is_complete : bool
         Whether all its Dask workers are connected.
-    has_arrived : bool
-        Whether all its Dask workers have been connected at once.
     gone_since : float or None
         Since when a Dask worker has been missing, after all have been connected.
     """
@@ -240,8 +238,19 @@ class CMLWorker(CMLProcess):
         self._place = place
         self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()
-        self.is_complete = self.has_arrived = False
+        self.is_complete = False
+        self._arrived_at: float | None = None
         self.gone_since: float | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all its Dask workers have been connected at once."""
+        return self._arrived_at is not None
+
+    @property
+    def connected_for(self) -> float:
+        """Seconds since all its Dask workers were connected at once, for the first time."""
+        return 0.0 if self._arrived_at is None else time.monotonic() - self._arrived_at
 
     def note_connected(self, connected: Set[str]) -> None:
         """Note which of its Dask workers are connected now.
@@ -254,7 +263,8 @@ class CMLWorker(CMLProcess):
         present = connected & {*self.dask_names}
         self.seen |= present
         self.is_complete = len(present) == len(self.dask_names)
-        self.has_arrived = self.has_arrived or self.is_complete
+        if self.is_complete and self._arrived_at is None:
+            self._arrived_at = time.monotonic()
         is_gone = not self.is_complete and len(self.seen) == len(self.dask_names)
         self.gone_since = (self.gone_since or time.monotonic()) if is_gone else None
 

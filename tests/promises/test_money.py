@@ -1,0 +1,73 @@
+"""What is launched costs money: after failures the cluster waits, and gives up at last."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from clusters import arrived, log_of, simulate
+from distributed import Client, Worker
+from simulated.testing import eventually, simulated
+
+
+def break_connection(dask_worker: Worker) -> None:
+    """Break the connection to the scheduler, as a network does: Dask's worker exits with status 0 then."""
+    dask_worker.loop.call_later(0.1, dask_worker.batched_stream.comm.abort)
+
+
+@simulated
+async def test_workers_whose_connections_break_are_not_replaced_for_ever(it):
+    async with simulate(name="lab", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        while "no new workers after 5 failures in a row" not in (cluster.problem or ""):
+            assert it.platform.count("launch_workers") <= 6
+            await client.run(break_connection, on_error="ignore")
+            await asyncio.sleep(1)
+        launched = it.platform.count("launch_workers")
+        await asyncio.sleep(180)
+        assert it.platform.count("launch_workers") == launched == 6
+        assert "Worker lab-0 lost: its program ended" in log_of(cluster)
+        assert "closed" not in log_of(cluster)
+        cluster.scale(1)
+        await eventually(lambda: arrived(cluster) == 1)
+
+
+async def retire(client: Client, name: str) -> None:
+    await client.retire_workers(names=[name], close_workers=True)
+
+
+async def close(client: Client, name: str) -> None:
+    def end(dask_worker: Worker) -> None:
+        dask_worker.loop.call_later(0.1, dask_worker.close)
+
+    await client.run(end)
+
+
+async def let_its_lifetime_end(client: Client, name: str) -> None:
+    def end(dask_worker: Worker) -> None:
+        dask_worker.loop.call_later(0.1, dask_worker.close_gracefully)
+
+    await client.run(end)
+
+
+async def restart(client: Client, name: str) -> None:
+    """Restart the workers. Without nannies they end, and Dask hopes for somebody to launch others."""
+    await client.restart(wait_for_workers=False)
+
+
+@pytest.mark.parametrize("end", [retire, close, let_its_lifetime_end, restart])
+@simulated
+async def test_workers_that_the_user_ends_are_replaced_and_are_no_failures(it, end):
+    async with simulate(name="lab", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        for n in range(7):
+            await eventually(lambda n=n: f"lab-{n}" in {worker["name"] for worker in workers(cluster)})
+            await end(client, f"lab-{n}")
+        await eventually(lambda: arrived(cluster) == 1 and f"lab-{n + 1}" in it.platform.running, 30)
+        assert cluster.problem is None
+        assert log_of(cluster).splitlines() == [
+            f"Worker lab-{n} closed; launching a replacement" for n in range(7)
+        ]
+
+
+def workers(cluster):
+    """The Dask workers that are connected."""
+    return cluster.scheduler_info["workers"].values()
