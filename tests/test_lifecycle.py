@@ -38,7 +38,7 @@ from testbed import faults
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, output
 from dask_cml.discovery import DiscoveredCluster, discover
-from dask_cml.layout import CLIENT_NAME, RECORD_FILE, board_file, scheduler_file
+from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
 from dask_cml.observers import ObservedCluster, Observers
 from dask_cml.options import state_directory
@@ -81,44 +81,6 @@ def locally(platform):
         yield platform
 
 
-@pytest.mark.slow
-@pytest.mark.images
-async def test_a_cluster_whose_creator_was_killed_is_scaled_and_shut_down_by_others(locally, holds):
-    await asyncio.to_thread(make_and_kill)
-    await holds(lambda: store.read("made").scheduler.workers.workers == 2)
-    [row] = await operations.describe(store.records())
-    assert (row["name"], row["status"], row["workers"]) == ("made", "running", 2)
-    async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
-        assert await client.submit(sum, [1, 2]) == 3
-        cluster.scale(3)
-        await holds(lambda: len(cluster.scheduler_info["workers"]) == 3)
-        cluster.scale(1)
-        await holds(lambda: len(cluster.workers) == len(cluster.scheduler_info["workers"]) == 1)
-        assert await client.submit(sum, [3, 4]) == 7
-        assert "Scheduler at" in (await cluster.get_logs())["Scheduler"]
-    assert len(live(locally)) == 2
-    cluster = await rebuild("made")
-    await cluster.shutdown()
-    assert not live(locally)
-    assert not (state_directory() / "made").exists()
-
-
-@simulated
-async def test_a_cluster_is_kept_from_another_session_that_does_not_list_its_sessions(it):
-    async def scale():
-        assert it.platform.list_workers() == []
-        async with rebuild("made") as cluster:
-            cluster.scale(1)
-            await eventually(lambda: len(cluster.scheduler_info["workers"]) == 1)
-            cluster.adapt(minimum=0, maximum=1)
-            await eventually(lambda: not cluster.scheduler_info["workers"])
-            await cluster.shutdown()
-
-    await create_and_kill(it, **MADE)
-    await it.process("another", ANOTHER).start(scale())
-    await eventually(lambda: not it.platform.running)
-
-
 @simulated
 async def test_an_unknown_name_lists_the_known_ones(it):
     async with simulate(name="known"):
@@ -133,15 +95,6 @@ async def test_the_name_of_a_live_cluster_is_taken(it):
             await simulate(name="taken")
         assert len(it.platform.running) == 1
         assert (state_directory() / "taken").is_dir()
-
-
-@simulated
-async def test_the_name_of_a_dead_cluster_is_free_and_its_sessions_are_stopped(it):
-    await create_and_kill(it, **MADE)
-    record = store.read("made")
-    it.platform.evict(record.scheduler.session)
-    async with simulate(name="made") as cluster:
-        assert {*it.platform.running.values()} == {session.id for session in cluster.sessions}
 
 
 @simulated
@@ -691,31 +644,6 @@ def test_shutdown_in_another_thread_while_the_cluster_is_being_left_shuts_it_dow
     assert store.records() == []
 
 
-@simulated
-async def test_an_orphan_ends_itself_and_its_sessions(it):
-    await create_and_kill(it, **MADE, orphan_timeout="2s")
-    await eventually(lambda: not it.platform.running)
-
-
-@simulated
-async def test_workers_that_are_queued_when_an_orphan_ends_exit_as_soon_as_they_start(it):
-    async def create():
-        async with simulate(name="made", n_workers=2, orphan_timeout="2s") as cluster:
-            await eventually(lambda: cluster.view.waits())
-            created.set()
-            await asyncio.Event().wait()
-
-    it.platform.configure({"sessions": 2}, waits_for_room=True)
-    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
-    creator.start(create())
-    await created.wait()
-    creator.kill()
-    await eventually(lambda: not it.platform.running)
-    it.platform.configure()
-    await eventually(lambda: it.platform.live == [], 10.0)
-    assert await operations.prune() == ({"made": None}, {})
-
-
 @pytest.mark.parametrize(
     ("options", "patience"),
     [
@@ -745,34 +673,6 @@ def test_a_creator_that_is_killed_before_it_connects_leaves_an_orphan_that_shuts
 
 
 @simulated
-async def test_a_client_keeps_an_orphan_until_it_leaves(it):
-    await create_and_kill(it, **MADE, orphan_timeout="4s")
-    async with Client(store.read("made").scheduler.address, asynchronous=True) as client:
-        await asyncio.sleep(60.0)
-        assert await client.submit(sum, [1, 2], pure=False) == 3
-    await eventually(lambda: not it.platform.running)
-
-
-@simulated
-async def test_a_task_that_scales_its_own_cluster_does_not_keep_it(it):
-    opened = []
-
-    async def scale():
-        cluster = await rebuild("made")
-        await cluster.scale(1)
-        opened.append(cluster)
-
-    await create_and_kill(it, **MADE, orphan_timeout="60s")
-    session = it.platform.running["made-0"]
-    it.sessions.processes[session].start(scale())
-    await eventually(lambda: opened)
-    await asyncio.sleep(30.0)
-    assert store.read("made").scheduler.groups["default"]["target"] == 1  # for a keeper that comes
-    assert len(it.platform.running) == 3
-    await eventually(lambda: not it.platform.running)
-
-
-@simulated
 async def test_a_task_scales_its_cluster_through_the_keeper(it):
     async def scale():
         await (await rebuild("made")).scale(1)
@@ -781,31 +681,6 @@ async def test_a_task_scales_its_cluster_through_the_keeper(it):
         await eventually(lambda: arrived(cluster) == 2)
         it.sessions.processes[it.platform.running["made-0"]].start(scale())
         await eventually(lambda: len(it.platform.running) == 2)
-
-
-@pytest.mark.parametrize("own", [True, False])
-@simulated
-async def test_a_client_in_a_session_of_the_cluster_does_not_keep_it(it, own):
-    """A client in a session of another cluster does."""
-    opened = []
-
-    async def open_client(name):
-        with dask.config.set({"client-name": name}):  # as Dask reads it from the environment
-            client = Client("cml://made", asynchronous=True)
-        opened.append(await client)
-
-    async with simulate(name="other", n_workers=1):
-        await create_and_kill(it, **MADE, orphan_timeout="60s")
-        process = it.sessions.processes[it.platform.running["made-0" if own else "other-0"]]
-        process.start(open_client(process.env[CLIENT_NAME]))
-        await eventually(lambda: opened)
-        if own:
-            await eventually(lambda: "made-0" not in it.platform.running)
-        else:
-            await asyncio.sleep(120.0)
-            assert await opened[0].submit(sum, [1, 2]) == 3
-            await opened[0].close()
-            await eventually(lambda: "made-0" not in it.platform.running)
 
 
 @pytest.mark.slow
@@ -818,17 +693,6 @@ async def test_a_task_that_opens_a_client_with_another_name_does_not_keep_its_cl
     async with Client("cml://made", asynchronous=True) as client:
         assert (await client.submit(open_client)).startswith("Client-own-")
     await holds(lambda: not [s for s in namespaces.sessions() if s["status"] == "running"])
-
-
-@simulated
-async def test_a_cluster_that_outlives_its_creator_is_not_an_orphan(it):
-    async with simulate(name="left", shutdown_on_close=False, orphan_timeout="1s"):
-        pass
-    await asyncio.sleep(60.0)
-    async with rebuild("left") as cluster, Client(cluster, asynchronous=True) as client:
-        cluster.scale(1)
-        assert await client.submit(sum, [1, 2]) == 3
-        await cluster.shutdown()
 
 
 @simulated
