@@ -112,7 +112,7 @@ async def scale(opened, name):
 async def test_what_its_own_tasks_open_does_not_keep_it(it, open_in_a_task):
     opened = []
     await create_and_kill(it, **LAB, orphan_timeout="60s")
-    process = it.sessions.processes[it.platform.running["lab-0"]]
+    process = it.process_of("lab-0")
     process.start(open_in_a_task(opened, process.env["DASK_CLIENT_NAME"]))
     await eventually(lambda: opened)
     await eventually(lambda: not it.platform.live)
@@ -123,7 +123,7 @@ async def test_a_task_of_another_cluster_keeps_it(it):
     opened = []
     async with simulate(name="other", n_workers=1):
         await create_and_kill(it, **LAB, orphan_timeout="60s")
-        process = it.sessions.processes[it.platform.running["other-0"]]
+        process = it.process_of("other-0")
         process.start(open_client(opened, process.env["DASK_CLIENT_NAME"]))
         await eventually(lambda: opened)
         await asyncio.sleep(120.0)

@@ -90,6 +90,10 @@ class World:
         self.processes.append(process)
         return process
 
+    def process_of(self, name: str) -> SimulatedProcess:
+        """Return the process of the session that runs under this name, such as ``lab-scheduler``."""
+        return self.sessions.processes[self.platform.running[name]]
+
     async def run_resident(self, cluster: str, _: Path, closes: asyncio.Event) -> int:
         """Run the process that keeps a cluster in the session of the present process, until it ends."""
         scheduler = current()
