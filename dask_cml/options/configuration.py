@@ -24,8 +24,9 @@ _INHERITED = "DASK_INTERNAL_INHERIT_CONFIG"
 _MOST_BYTES = 32 * 1024  # an environment variable may have 128 KiB on Linux
 #: Mappings below this depth are inherited as a whole, or not at all.
 _MOST_LEVELS = 20
-#: The sections of Dask's configuration that sessions inherit: those of dask, whose defaults are the first.
-_SECTIONS = frozenset([*dask.config.defaults[0], "distributed"])
+#: The sections of Dask's configuration that sessions inherit: those of dask, whose defaults are the first, of
+#: distributed, and the levels of loggers.
+_SECTIONS = frozenset([*dask.config.defaults[0], "distributed", "logging"])
 #: Variables that set one entry of a mapping whose names have a case, which Dask does not keep.
 _ENTRY = re.compile(r"(DASK_CML__(?:WORKER_GROUPS__.+?__)?(?:ENV|RESOURCES))__(.+)")
 #: The options of Dask whose values are mappings of any names, not sections with options.
