@@ -188,16 +188,18 @@ class Retirements:
     async def _retire_from_dask(self, names: Sequence[str]) -> set[str]:
         """Let the scheduler move the data of Dask workers, and forget them. Return the forgotten ones."""
         if len(names) <= _AT_ONCE:
-            return await self._ask_to_retire(names)
+            return await self._ask_to_retire(names, remove=True)
         # First no worker that leaves takes new tasks or the data of others. Then they leave a few at a time.
         retired = sorted(await self._ask_to_retire(names, remove=False))
         parts = [retired[i : i + _AT_ONCE] for i in range(0, len(retired), _AT_ONCE)]
-        return {name for part in parts for name in await self._ask_to_retire(part)}
+        return {name for part in parts for name in await self._ask_to_retire(part, remove=True)}
 
-    async def _ask_to_retire(self, names: Sequence[str], **arguments: Any) -> set[str]:
+    async def _ask_to_retire(self, names: Sequence[str], remove: bool) -> set[str]:
         # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
         # closed with their data.
-        retired = await self._cluster.ask("retire_workers", _NO_LIMIT, names=names, **arguments)
+        # A worker that closes by itself runs its teardowns and exit functions, before its session is stopped.
+        arguments = {"names": names, "remove": remove, "close_workers": remove}
+        retired = await self._cluster.ask("retire_workers", _NO_LIMIT, **arguments)
         return {str(info["name"]) for info in retired.values()}
 
     async def _watch(self, workers: Sequence[CMLWorker], sessions: Mapping[str, str]) -> None:

@@ -29,7 +29,7 @@ class Supervisor:
     """
 
     #: Seconds from the notice to SIGKILL when the session is stopped.
-    stop_grace = 2.0
+    stop_grace = 10.0
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
