@@ -227,7 +227,7 @@ def test_sessions_inherit_only_values_that_differ_from_the_defaults():
     }
 
 
-@pytest.mark.parametrize("section", [*dask.config.defaults[0], "distributed"])
+@pytest.mark.parametrize("section", [*dask.config.defaults[0], "distributed", "logging"])
 def test_sessions_inherit_each_section_of_dask(section):
     with dask.config.set({f"{section}.own": 1} if section != "temporary-directory" else {section: "/tmp"}):
         assert [*inherited_configuration()] == [section]

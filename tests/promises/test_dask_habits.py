@@ -1,0 +1,54 @@
+"""What users of Dask are used to holds in sessions, too."""
+
+from __future__ import annotations
+
+import logging
+
+import dask
+import pytest
+from distributed import Client
+
+from dask_cml import CMLCluster
+
+MARKS = """
+import atexit, os, pathlib
+
+def mark(kind):
+    pathlib.Path(os.environ["MARKS"], f"{kind}-{os.getpid()}").touch()
+
+def dask_setup(worker):
+    atexit.register(mark, "exit")
+
+def dask_teardown(worker):
+    mark("teardown")
+"""
+
+
+@pytest.mark.parametrize("end", ["scale", "close"])
+def test_teardowns_and_exit_functions_run_when_workers_close(platform, until, tmp_path, end):
+    platform.configure(stop_grace=60.0)
+    (tmp_path / "marks.py").write_text(MARKS)
+    with (
+        dask.config.set({"distributed.worker.preload": [str(tmp_path / "marks.py")]}),
+        CMLCluster(n_workers=2, platform="local", quiet=True, env={"MARKS": str(tmp_path)}) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(2)
+        if end == "scale":
+            cluster.scale(0)
+        else:
+            cluster.close()
+        until(lambda: len([*tmp_path.glob("teardown-*")]) == len([*tmp_path.glob("exit-*")]) == 2)
+
+
+def test_levels_of_loggers_hold_in_workers(platform, until, light):
+    def chat() -> None:
+        logging.getLogger("mine.tasks").info("said in a task")
+
+    with (
+        dask.config.set({"logging": {"mine.tasks": "info"}}),
+        CMLCluster(n_workers=1, platform="local", quiet=True, name="mine") as cluster,
+        Client(cluster) as client,
+    ):
+        client.submit(chat).result()
+        until(lambda: "said in a task" in str(cluster.get_logs()["mine-0"]))
