@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 import threading
-from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from unittest import mock
@@ -41,7 +39,6 @@ from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.operations import end_all
 from dask_cml.records.record import Maker
-from dask_cml.records.usage import usage_of
 from dask_cml.scheduler import plugin
 from dask_cml.sharing import failover, sharing
 from dask_cml.sharing.link import Link
@@ -87,24 +84,6 @@ def stands(it, cluster, n):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.images
-async def test_clients_compute_again_after_the_scheduler_was_lost(platform, holds):
-    async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
-        await client.wait_for_workers(2)
-        waits = client.submit(asyncio.sleep, 3600)
-        await lose_scheduler(platform, holds)
-        await holds(lambda: is_whole(platform, cluster, 2))
-        assert await client.submit(sum, [1, 2]) == 3
-        with pytest.raises(CancelledError):
-            await waits
-        assert "connected to another scheduler after" in log_of(cluster)
-        assert ", scheduler restarted " in repr(cluster)
-        assert ", scheduler restarted " in cluster._repr_html_()
-        assert cluster.status == Status.running
-        await holds(lambda: usage_of(store.read("lab"), 0.0)["scheduler"].lost == {"killed": 1})
-
-
 @simulated
 async def test_a_cluster_that_has_lost_its_scheduler_shows_that_it_is_not_connected(it):
     async with simulate(name="lab") as cluster:
@@ -112,23 +91,6 @@ async def test_a_cluster_that_has_lost_its_scheduler_shows_that_it_is_not_connec
         await eventually(lambda: "not connected to the scheduler" in repr(cluster))
         assert "</strong> not connected to the scheduler" in cluster._repr_html_()
         await eventually(lambda: stands(it, cluster, 0))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"processes": 2, "cpu": 2, "worker_args": []}], ids=["one", "processes"]
-)
-@simulated
-async def test_targets_groups_and_limits_stay_as_they_were(it, options):
-    async with simulate(name="lab", **options) as cluster:
-        cluster.adapt(minimum=1, maximum=3)
-        await cluster.add_worker_group("gpu", n_workers=1, cpu=1, memory=1, nvidia_gpu=1)
-        await eventually(lambda: stands(it, cluster, 2))
-        await lose_scheduler(it.platform, eventually)
-        await eventually(lambda: stands(it, cluster, 2))
-        assert limits(cluster) == (1, 3)
-        assert cluster.worker_groups["gpu"].n_workers == 1
-        cluster.scale(2, worker_group="gpu")
-        await eventually(lambda: stands(it, cluster, 3))
 
 
 async def add_group(remote):
@@ -636,27 +598,6 @@ async def test_a_refused_scheduler_does_not_count_as_lost(it):
             await eventually(lambda: stands(it, cluster, 1))
 
 
-@pytest.mark.parametrize("limit", [0, 2])
-@simulated
-async def test_after_too_many_lost_schedulers_in_a_row_the_cluster_ends(it, limit):
-    with dask.config.set({"cml.scheduler-restarts": limit}):
-        async with simulate(name="lab", n_workers=1) as cluster:
-            it.platform.doom("fails", times=10, key="scheduler")
-            it.platform.evict(cluster.scheduler.session_id)
-            await eventually(lambda: cluster.status == Status.closed)
-            assert log_of(cluster).count("launching another scheduler") == limit
-            assert not it.platform.running
-
-
-@simulated
-async def test_a_cluster_that_a_client_shuts_down_gets_no_other_scheduler(it):
-    async with simulate(name="lab", n_workers=1) as cluster:
-        async with Client("cml://lab", asynchronous=True) as client:
-            await client.shutdown()
-        await eventually(lambda: cluster.status == Status.closed)
-        assert "launching another scheduler" not in log_of(cluster)
-
-
 @simulated
 async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it):
     with mock.patch.object(failover, "_PAUSES", (3600.0,)):
@@ -665,16 +606,6 @@ async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it
             await eventually(lambda: not cluster.sharing.is_connected)
             await end_all([store.read("lab")])
             await cluster.close()
-    assert not it.platform.running
-
-
-@simulated
-async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_nothing(it):
-    async with simulate(name="lab", n_workers=1) as cluster:
-        it.platform.doom("silent", key="scheduler")
-        it.platform.evict(cluster.scheduler.session_id)
-        await eventually(lambda: "launching another scheduler" in log_of(cluster))
-        await cluster.close()
     assert not it.platform.running
 
 
@@ -757,15 +688,6 @@ async def test_another_scheduler_ends_the_launches_of_workers_of_the_last_one(it
         assert stands(it, cluster, 1)
 
 
-@simulated
-async def test_the_line_about_a_lost_scheduler_contains_the_platforms_reason(it):
-    async with simulate(name="lab", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        it.platform.set(cluster.scheduler.session_id, k8sMessage="OOMKilled")
-        await lose_and_recover(it, cluster)
-        assert "with tasks and results: out of memory, the platform says OOMKilled" in log_of(cluster)
-
-
 @pytest.mark.parametrize(
     "fail",
     [
@@ -824,27 +746,6 @@ async def test_a_process_that_died_after_its_claim_is_not_waited_for(it):
         assert target(cluster) == 1
 
 
-@pytest.mark.slow
-@simulated
-async def test_six_schedulers_in_a_row_are_replaced_by_the_keeper_if_tasks_are_computed_in_between(it):
-    async with (
-        simulate(name="lab", n_workers=1) as cluster,
-        rebuild("lab") as other,
-        Client("cml://lab", asynchronous=True) as client,
-    ):
-        for number in range(6):
-            assert await client.submit(pow, number, 2) == number**2
-            await eventually(lambda: store.read("lab").scheduler.restarts == 0)
-            await lose_scheduler(it.platform, eventually)
-            await eventually(lambda: stands(it, cluster, 1))
-            await eventually(lambda: other.sharing.is_connected and arrived(other) == 1)
-        assert (cluster.keeps, other.keeps) == (True, False)
-        other.scale(2)
-        await eventually(lambda: stands(it, cluster, 2))
-        # The record is written a moment after the platform has ended the lost session.
-        await eventually(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)
-
-
 @simulated
 async def test_a_client_waits_longer_for_the_next_scheduler_than_its_own_time_limit(it):
     async with (
@@ -887,28 +788,6 @@ async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(p
         await holds(lambda: address._connected.issuperset(clients))
         await cluster.close()
         await holds(lambda: {client.status for client in clients} == {"closed"})
-
-
-CLIENT = """
-from distributed import Client
-with Client("cml://lab") as client:
-    print(client.submit(sum, [1, 2]).result(), flush=True)
-    input()
-    print(client.submit(sum, [3, 4]).result(timeout=300), flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.images
-async def test_the_client_of_another_process_computes_again(platform, holds):
-    async with make(name="lab", n_workers=1) as cluster:
-        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, **pipes)
-        assert await process.stdout.readline() == b"3\n"
-        await lose_scheduler(platform, holds)
-        await holds(lambda: is_whole(platform, cluster, 1))
-        out, _ = await process.communicate(b"\n")
-        assert out == b"7\n"
 
 
 def newest(it):
