@@ -69,9 +69,8 @@ async def test_the_user_reads_the_loss_the_next_launch_and_that_it_is_connected(
         await lose_scheduler(it)
         await eventually(lambda: "connected to another scheduler after" in log_of(cluster))
         lost, launching, connected = log_of(cluster).splitlines()[-3:]
-        assert lost == (
-            "Scheduler of cluster lab lost, with tasks and results: out of memory, the platform says OOMKilled"
-        )
+        words = "out of memory, the platform says OOMKilled"
+        assert lost == f"Scheduler of cluster lab lost, with tasks and results: {words}"
         assert launching == "Cluster lab launching another scheduler (1 of 3 in a row)"
         assert connected.startswith("Cluster lab connected to another scheduler after ")
         assert "scheduler restarted" in repr(cluster)
