@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,8 +11,7 @@ from distributed import Client
 from distributed.deploy.adaptive import Adaptive
 
 import dask_cml
-from dask_cml import CMLCluster, CMLError, LaunchRefused
-from dask_cml.options import state_directory
+from dask_cml import CMLCluster
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -148,16 +144,6 @@ def test_log_directory_keeps_the_output(platform, tmp_path):
     assert "Start worker at" in (tmp_path / "logs" / "c" / "c-0.log").read_text()
 
 
-def test_close_leaves_no_session_and_no_folder(platform):
-    cluster = CMLCluster(n_workers=1, platform="local")
-    assert (state_directory() / cluster.name).is_dir()
-    cluster.close()
-    assert live(platform) == [] or all(session["stop_requested"] for session in live(platform))
-    assert not (state_directory() / cluster.name).exists()
-    assert cluster.status.name == "closed"
-    cluster.close()
-
-
 @pytest.mark.slow
 def test_close_from_two_threads(platform):
     cluster = CMLCluster(n_workers=1, platform="local")
@@ -210,32 +196,6 @@ def test_close_all_closes_the_cluster_of_a_cell_that_ran_twice(platform):
 
 
 @pytest.mark.slow
-def test_another_session_of_the_user_survives(platform, until):
-    [other] = platform.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(3600)")
-
-    def status():
-        return {session["id"]: session["status"] for session in platform.list_workers()}[other["id"]]
-
-    until(lambda: status() == "running")
-    with CMLCluster(n_workers=1, platform="local", quiet=True) as cluster:
-        cluster.scale(0)
-        until(lambda: not cluster.workers)
-        cluster.close()
-    CMLCluster(platform="local").close()
-    platform.inject("fails", match="The scheduler of")
-    with pytest.raises(CMLError):
-        CMLCluster(n_workers=1, platform="local")
-    for match in "The scheduler of", "":
-        # The launch is tried again when what was stopped before has ended.
-        platform.inject("refused", match=match, times=2)
-        with pytest.raises(LaunchRefused):
-            CMLCluster(n_workers=1, platform="local")
-        platform.clear_faults()
-    assert status() == "running"
-    platform.stop_workers(other["id"])
-
-
-@pytest.mark.slow
 def test_silence_logs_is_undone_at_the_end(platform):
     handler = logging.StreamHandler()
     logging.getLogger("distributed").addHandler(handler)
@@ -271,29 +231,3 @@ def test_sessions_with_networks_of_their_own(namespaces, until):
         assert one.scheduler.address.endswith(":8786")
         assert two.scheduler.address.endswith(":8786")
         until(lambda: len({session.address for session in [*one.sessions, *two.sessions]} - {None}) == 5)
-
-
-INTERRUPTED = """
-import dask_cml
-if __name__ == "__main__":
-    print("now", flush=True)
-    dask_cml.CMLCluster(n_workers=2, platform="local")
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_the_constructor_leaves_no_session(platform, until):
-    platform.inject("stuck", times=3)
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # A shell's background jobs, and what they start, ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    until(lambda: len(platform.sessions()) == 3)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert "KeyboardInterrupt" in errors
-    until(lambda: not live(platform))

@@ -164,36 +164,12 @@ async def enter(cluster):
 
 
 @pytest.mark.usefixtures("slowly_alone")
-@pytest.mark.parametrize("start", [wait_for, enter])
-@simulated
-async def test_a_cancelled_start_leaves_no_session(it, start):
-    it.platform.doom("silent", times=2)
-    starting = asyncio.ensure_future(start(simulate(n_workers=1)))
-    await eventually(lambda: len(it.platform.all) == 2)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert not it.platform.running
-
-
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_during_scale(it):
     cluster = await simulate()
     cluster.scale(3)
     await eventually(lambda: len(it.platform.all) > 1)
     await asyncio.wait_for(cluster.close(), 120)
-    assert cluster.status == Status.closed
-    assert not it.platform.running
-
-
-@pytest.mark.usefixtures("slowly_alone")
-@simulated
-async def test_close_with_a_dead_scheduler(it):
-    cluster = await simulate(n_workers=1)
-    await eventually(lambda: cluster.scheduler_info["workers"])
-    it.platform.evict(cluster.sessions[0].id)
-    await cluster.close()
     assert cluster.status == Status.closed
     assert not it.platform.running
 
@@ -207,14 +183,6 @@ async def test_a_cluster_whose_scheduler_was_lost_shuts_down_with_a_reason(it):
         it.platform.evict(session)
         await eventually(lambda: cluster.status == Status.closed)
     assert session in lines_of(cluster)[-1]
-
-
-@pytest.mark.usefixtures("slowly_alone")
-@simulated
-async def test_an_idle_cluster_shuts_down(it):
-    cluster = await simulate(n_workers=1, idle_timeout="5s")
-    await eventually(lambda: cluster.status == Status.closed)
-    assert not it.platform.running
 
 
 @simulated
@@ -334,16 +302,6 @@ async def test_a_worker_with_an_odd_name_that_others_have_started_spoils_nothing
 def test_an_asynchronous_cluster_needs_an_event_loop(platform):
     with pytest.raises(ValueError, match="invalid asynchronous=True: expected a running event loop"):
         CMLCluster(platform="local", asynchronous=True)
-
-
-@pytest.mark.usefixtures("slowly_alone")
-@simulated
-async def test_an_exception_in_the_block_closes_the_cluster(it):
-    with pytest.raises(ZeroDivisionError):
-        async with simulate(n_workers=1) as cluster:
-            1 / 0  # noqa: B018
-    assert cluster.status == Status.closed
-    assert not it.platform.running
 
 
 @pytest.mark.usefixtures("slowly_alone")

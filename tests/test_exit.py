@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -16,6 +15,7 @@ import warnings
 import pytest
 from clusters import simulate
 from distributed.core import Status
+from programs import PATIENCE, Program
 from simulated.testing import eventually, simulated
 from testbed import faults
 
@@ -25,49 +25,6 @@ from dask_cml.records import store
 from dask_cml.records.history import ended_clusters
 
 pytestmark = pytest.mark.usefixtures("light")
-
-#: Seconds within which a program must have ended.
-PATIENCE = 120
-
-
-class Program:
-    """A Python program that makes clusters; it prints "ready" when it may be disturbed.
-
-    Parameters
-    ----------
-    code : str
-        Runs as its main module, with what tests need most imported. Indented lines are dedented.
-    **variables : str
-        More environment variables.
-    """
-
-    def __init__(self, code: str, **variables: str) -> None:
-        head = "import asyncio, os, signal, sys, threading, time\nfrom dask_cml import CMLCluster\n"
-        head += "from distributed import Client\n"
-        self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", head + textwrap.dedent(code)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "DASK_CML__PLATFORM": "local", **variables},
-        )
-
-    def when_ready(self) -> Program:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        assert line == "ready\n", line + self.process.communicate()[1]
-        return self
-
-    def ends(self, patience: float = PATIENCE) -> tuple[int, str, str]:
-        """Return its exit status and what it wrote; it is killed if it does not end."""
-        try:
-            out, err = self.process.communicate(timeout=patience)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)
-            raise AssertionError("the program did not end: " + self.process.communicate()[1]) from None
-        # Of an unclosed cluster Dask may say that it has open connections.
-        lines = [line for line in err.splitlines(keepends=True) if "WARNING - rpc object" not in line]
-        return self.process.returncode, out, "".join(lines)
 
 
 @pytest.fixture
@@ -96,93 +53,12 @@ SYNC = """
 cluster = CMLCluster(n_workers=1, quiet=True)
 print("ready", flush=True)
 """
-BLOCK = """
-with CMLCluster(n_workers=1, quiet=True) as cluster:
-    print("ready", flush=True)
-    while True: time.sleep(0.1)  # a signal just before one long sleep would not end it
-"""
-CLIENT = """
-cluster = CMLCluster(n_workers=1, quiet=True)
-client = Client(cluster)
-assert client.submit(sum, [1, 2]).result() == 3
-print("ready", flush=True)
-"""
 UNCLOSED = """
 async def main():
     global cluster
     cluster = await CMLCluster(n_workers=1, quiet=True, asynchronous=True)
     print("ready", flush=True)
 """
-ASYNC_BLOCK = """
-async def main():
-    async with CMLCluster(n_workers=1, quiet=True, asynchronous=True):
-        print("ready", flush=True)
-        await asyncio.sleep(3600)
-asyncio.run(main())
-"""
-THREAD = """
-def work():
-    global cluster
-    cluster = CMLCluster(n_workers=1, quiet=True)
-    print("ready", flush=True)
-thread = threading.Thread(target=work, daemon={daemon})
-thread.start()
-thread.join()
-"""
-LOOP_IN_A_THREAD = (
-    UNCLOSED
-    + """
-    await asyncio.sleep(3600)
-threading.Thread(target=asyncio.run, args=[main()], daemon=True).start()
-while "cluster" not in globals() or cluster.status.name != "running":
-    time.sleep(0.05)
-"""
-)
-
-ENDS = {
-    "end of the script": (SYNC, 0),
-    "end of the script, with a client": (CLIENT, 0),
-    "sys.exit": (SYNC + "sys.exit(7)", 7),
-    "end of asyncio.run": (UNCLOSED + "asyncio.run(main())", 0),
-    "end of another loop, which stays open": (
-        UNCLOSED + "asyncio.new_event_loop().run_until_complete(main())",
-        0,
-    ),
-    "a thread made it": (THREAD.format(daemon=False), 0),
-    "a daemon thread made it": (THREAD.format(daemon=True), 0),
-    "its loop runs in a daemon thread": (LOOP_IN_A_THREAD, 0),
-}
-
-
-def each_of(ways, *variants):
-    """Parameters that name a program; variants of what others test are slow."""
-    return [
-        pytest.param(
-            *(way if isinstance(way, tuple) else [way]),
-            id=name,
-            marks=[pytest.mark.slow] if name in variants else [],
-        )
-        for name, way in ways.items()
-    ]
-
-
-@pytest.mark.parametrize(
-    ("code", "status"),
-    each_of(
-        ENDS,
-        "end of the script, with a client",
-        "sys.exit",
-        "end of another loop, which stays open",
-        "a daemon thread made it",
-    ),
-)
-def test_the_end_of_a_program_leaves_no_session_and_no_traceback(platform, all_stopped, code, status):
-    returned, _, err = Program(code).ends()
-    assert returned == status
-    assert err == ""
-    all_stopped(2)
-
-
 ANOTHERS = (
     UNCLOSED
     + """
@@ -206,51 +82,6 @@ def test_sessions_of_another_process_are_stopped_although_the_event_loop_has_end
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "code",
-    [SYNC + "1 / 0", UNCLOSED + "    1 / 0\nasyncio.run(main())"],
-    ids=["sync", "async"],
-)
-@pytest.mark.usefixtures("no_worker_processes")
-def test_an_exception_that_nobody_handles_leaves_no_session(platform, all_stopped, code):
-    returned, _, err = Program(code).ends()
-    assert returned == 1
-    assert err.count("Traceback") == err.count("ZeroDivisionError: division by zero") == 1
-    all_stopped(2)
-    [ended] = ended_clusters()
-    assert re.fullmatch(r"closed by .* \(process \d+\) after ZeroDivisionError: division by zero", ended.why)
-
-
-WAITS = {
-    "sync": SYNC + "while True: time.sleep(0.1)",
-    "sync, in a block": BLOCK,
-    "sync, with a client": CLIENT + "while True: time.sleep(0.1)",
-    "async, in a block": ASYNC_BLOCK,
-    "async, unclosed": UNCLOSED + "    await asyncio.sleep(3600)\nasyncio.run(main())",
-}
-
-
-@pytest.mark.parametrize("code", each_of(WAITS, "sync, in a block", "sync, with a client", "async, unclosed"))
-@pytest.mark.parametrize(
-    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
-)
-def test_a_signal_leaves_no_session(platform, all_stopped, code, signum):
-    program = Program(code).when_ready()
-    program.process.send_signal(signum)
-    returned, _, err = program.ends()
-    if signum == signal.SIGINT:
-        assert returned in (-signal.SIGINT, 130)
-        # asyncio.run shows the CancelledError as its cause.
-        assert err.rstrip().endswith("KeyboardInterrupt")
-        assert "Exception ignored" not in err
-        assert "Error in" not in err
-    else:
-        assert returned == 128 + signal.SIGTERM
-        assert err == ""
-    all_stopped(2)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_a_program_that_exits_on_sigterm_leaves_no_session_of_a_thread(platform, all_stopped):
     code = """
@@ -266,16 +97,6 @@ def test_a_program_that_exits_on_sigterm_leaves_no_session_of_a_thread(platform,
     program.process.terminate()
     assert program.ends() == (0, "", "")
     all_stopped(2)
-
-
-def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, until):
-    platform.inject("stuck", times=3)
-    program = Program('print("ready", flush=True)\nCMLCluster(n_workers=2, quiet=True)').when_ready()
-    until(lambda: len(platform.sessions()) == 3)
-    program.process.send_signal(signal.SIGTERM)
-    returned, _, err = program.ends()
-    assert (returned, err) == (128 + signal.SIGTERM, "")
-    all_stopped(3)
 
 
 @pytest.mark.slow
@@ -303,15 +124,6 @@ def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(platform
         assert err.splitlines()[0] == line
         assert err.rstrip().endswith("KeyboardInterrupt")
     all_stopped(3)
-
-
-@pytest.mark.usefixtures("no_worker_processes")
-def test_a_terminal_that_closes_leaves_no_session(platform, all_stopped):
-    program = Program(SYNC + "while True: time.sleep(0.1)").when_ready()
-    program.process.send_signal(signal.SIGHUP)
-    returned, _, err = program.ends()
-    assert (returned, err) == (128 + signal.SIGHUP, "")
-    all_stopped(2)
 
 
 @pytest.mark.slow

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import dask
 import pytest
 from clusters import arrived, create_and_kill, log_of, make, simulate, target
 from distributed import Client
-from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import output
@@ -199,27 +197,6 @@ async def test_adaptive_scaling_logs_that_no_worker_fits(it):
 
 
 # -- hours
-
-
-@pytest.mark.slow
-@simulated
-async def test_a_cluster_announces_its_limit_of_hours_and_shuts_down(it):
-    async def announced():
-        while "shuts down" not in [event["action"] for _, event in await client.get_events("cml")]:
-            await asyncio.sleep(0.1)
-
-    with limited(hours=0.2):
-        mine = await simulate(name="lab", n_workers=1)
-    async with Client(mine, asynchronous=True) as client:
-        await eventually(lambda: "0.0 of 0.2 h" in repr(mine) and "0.0 of 0.2 h" in mine._repr_html_())
-        assert store.read("lab").scheduler.hours == 0.2
-        begun = time.monotonic()
-        await eventually(lambda: "shuts down in 10 min: its age is 0.0 of 0.2 h" in log_of(mine), 1800)
-        await asyncio.wait_for(announced(), 2)  # the scheduler looks twice a second
-        assert log_of(mine).count("shuts down in") == 1
-    await eventually(lambda: mine.status == Status.closed, 1800)
-    assert 700 < time.monotonic() - begun < 800
-    assert it.platform.live == []
 
 
 @pytest.mark.slow
