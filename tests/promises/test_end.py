@@ -11,8 +11,7 @@ from typing import Any
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, create_elsewhere, log_of, rebuild, simulate
-from distributed import Client
+from clusters import arrived, create_elsewhere, log_of, rebuild, simulate
 from jupyter_client import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 from programs import Program
@@ -256,9 +255,15 @@ async def test_an_error_in_a_block_closes_the_cluster(it):
     assert (it.platform.live, it.clusters) == ([], [])
 
 
+async def enter(cluster):
+    async with cluster:
+        pytest.fail("the block has begun")
+
+
+@pytest.mark.parametrize("start", [asyncio.ensure_future, enter], ids=["await", "block"])
 @simulated
-async def test_a_cancelled_start_stops_all_sessions(it):
-    starting = asyncio.ensure_future(simulate(n_workers=2))
+async def test_a_cancelled_start_stops_all_sessions(it, start):
+    starting = asyncio.ensure_future(start(simulate(n_workers=2)))
     await eventually(lambda: len(it.platform.live) == 3)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -344,45 +349,6 @@ async def test_shutdown_ends_a_cluster_for_everybody(it):
         assert it.platform.live == []
         await eventually(lambda: cluster.status.name == "closed")
     assert it.clusters == []
-
-
-@simulated
-async def test_shutdown_of_a_client_ends_the_cluster(it):
-    async with simulate(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
-        await client.shutdown()
-        await eventually(lambda: cluster.status.name == "closed" and it.platform.live == [])
-
-
-@simulated
-async def test_a_killed_program_leaves_a_cluster_that_ends_after_orphan_timeout(it):
-    await create_and_kill(it, name="night", n_workers=2)
-    killed = time.monotonic()
-    await asyncio.sleep(240.0)
-    assert len(it.platform.running) == 3
-    await eventually(lambda: it.platform.live == [])
-    assert 290.0 < time.monotonic() - killed < 400.0  # 5 minutes
-
-
-@simulated
-async def test_a_connected_client_never_loses_work_by_the_orphan_timeout(it):
-    await create_and_kill(it, name="night", n_workers=1, orphan_timeout="10 s")
-    async with Client("cml://night", asynchronous=True) as client:
-        await asyncio.sleep(600.0)
-        assert await client.submit(sum, [1, 2]) == 3
-    await eventually(lambda: it.platform.live == [])
-
-
-@simulated
-async def test_an_idle_cluster_ends_after_its_idle_timeout_although_a_client_is_connected(it):
-    cluster = await simulate(n_workers=1, idle_timeout="10 minutes")
-    async with Client(cluster, asynchronous=True) as client:
-        assert await client.submit(asyncio.sleep, 1200) is None  # it is not idle
-        await asyncio.sleep(500.0)
-        assert cluster.status.name == "running"
-        await eventually(lambda: cluster.status.name == "closed")
-    assert it.platform.live == []
-    assert "shut down: idle for 600 s" in log_of(cluster)
 
 
 @simulated
