@@ -20,6 +20,7 @@ _MEMORY_TOPIC = "worker-restart-memory"
 _MOST_LAST, _MOST_RESTARTS = 1000, 20
 _GIB = 2**30
 _ENDED = "its process ended; it crashed, or the memory of its session was full"
+_EXITED = "its process exited with status 0"
 #: What helps against full memory.
 _ADVICE = "give workers more memory (memory=) or fewer threads (nthreads=), or work on smaller chunks"
 
@@ -32,10 +33,6 @@ class _Exit:
 
     status: int | None
     asked: bool
-
-    @property
-    def is_crash(self) -> bool:
-        return self.status != 0 and not self.asked
 
 
 @dataclass(frozen=True)
@@ -118,13 +115,16 @@ class Health:
         del self._last[name]
         was_full = self._ended_with.pop(last["address"], None) is not None
         exit = self._exits.pop(last["address"], _Exit(0, asked=True))
-        if last["expected"] or last["noticed"] or not (was_full or exit.is_crash):
+        # A worker that closes by itself runs no task then, but a task may end its process by sys.exit().
+        ended_unasked = not exit.asked and (exit.status != 0 or last["tasks"])
+        if last["expected"] or last["noticed"] or not (was_full or ended_unasked):
             return
+        gone = _ENDED if exit.status != 0 else _EXITED
         loss = find_cause(
-            last, [], connected=True, noticed=False, closed=False, said="", gone=_ENDED, status=exit.status
+            last, [], connected=True, noticed=False, closed=False, said="", gone=gone, status=exit.status
         )
         words = loss.words
-        if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED):
+        if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED) and gone == _ENDED:
             words += f"; {_ADVICE}"
         number = self.restarts[-1].number + 1 if self.restarts else 1
         self.restarts = [*self.restarts, Restart(number, name, words)][-_MOST_RESTARTS:]
