@@ -130,7 +130,7 @@ class Description:
 def describe(cluster: Any) -> Description:
     """Describe a cluster for users."""
     age, most_age = (seconds / 3600 for seconds in cluster.sharing.age)
-    idle_since = cluster.sharing.idle_since
+    idle_for = cluster.sharing.idle
     waits = cluster.view.waits()
     n_pending = cluster.n_pending - len(waits)
     pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(waits)]
@@ -141,7 +141,7 @@ def describe(cluster: Any) -> Description:
         pending=", ".join(filter(None, pending)),
         problem=cluster.problem,
         adapts=_adapts_words(cluster),
-        idle="" if idle_since is None else idle(time.time() - idle_since),
+        idle="" if idle_for is None else idle(idle_for),
     )
 
 

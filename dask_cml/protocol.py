@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Watchers and plugins of another version leave each other alone.
-PROTOCOL = 10
+PROTOCOL = 11
 
 #: Asks which cluster a scheduler belongs to.
 HELLO = "cml_hello"

@@ -369,8 +369,8 @@ class Alone:
         return 0.0, 0.0
 
     @property
-    def idle_since(self) -> float | None:
-        """Since when no task has waited or run, in seconds since 1970. None: some do, or did a moment ago."""
+    def idle(self) -> float | None:
+        """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
         return None
 
     @property

@@ -140,7 +140,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "groups": {group: present.groups.get(group, 0) for group in record.groups},
         "threads": present.threads,
         "memory": present.memory,
-        "idle": None if present.idle_since is None else max(0.0, time.time() - present.idle_since),
+        "idle": present.idle,
     }
     return {
         "name": record.name,

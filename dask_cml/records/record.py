@@ -145,8 +145,8 @@ class Present:
         Sum of their memory limits, in bytes.
     problem : str or None
         What the keeper reports, or else what is wrong with the Dask workers, as a clause.
-    idle_since : float or None
-        Since when no task has waited or run, in seconds since 1970. None: some do.
+    idle : float or None
+        Time for which no task has waited or run, in seconds. None: some do.
     """
 
     workers: int = 0
@@ -154,7 +154,7 @@ class Present:
     threads: int = 0
     memory: int = 0
     problem: str | None = None
-    idle_since: float | None = None
+    idle: float | None = None
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._moves = self._known_moves = 0
         self._problem: str | None = None
         self._without_gpus: str | None = None
-        #: Since when no task has waited or run, in seconds since 1970, and the time that watchers know.
+        #: Since when no task has waited or run, and what watchers know of that. Monotonic times.
         self._idle_since: float | None = None
         self._known_idle_since: float | None = None
         #: Since when tasks have waited without a worker, and no process of a user could launch one.
@@ -191,7 +191,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             or self._problem
             or self._without_gpus
             or self._resident.problem,
-            "idle_since": self._idle_since,
+            "idle": _time_since(self._idle_since),
         }
 
     def _session_of(self, worker: WorkerState) -> tuple[str, str] | None:
@@ -371,7 +371,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "problem": self._problem,
             "without_gpus": self._without_gpus,
             "restarts": self._questions.health.restarts_to_json(),
-            "idle_since": self._known_idle_since,
+            "idle": _time_since(self._known_idle_since),
             "tasks_done": self._tasks_done(),
             "app_url": self._app_url if self._serves_dashboard else None,
             "serves_dashboard": self._serves_dashboard,
@@ -469,7 +469,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if waiting or any(worker.processing for worker in self._scheduler.workers.values()):
             self._idle_since = None
             return None
-        now = time.time()
+        now = time.monotonic()
         self._idle_since = self._idle_since or now
         return self._idle_since if now - self._idle_since >= timing.idle else None
 
@@ -520,6 +520,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """Note what nannies say of their workers."""
         self._questions.log_event(topic, msg)
+
+
+def _time_since(begin: float | None) -> float | None:
+    """Return the time since a monotonic time. Other sessions may have another clock."""
+    return None if begin is None else time.monotonic() - begin
 
 
 async def dask_setup(scheduler: Scheduler) -> None:

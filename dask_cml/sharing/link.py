@@ -50,8 +50,8 @@ class BoardState:
         What is wrong with the Dask workers' memory or processes, and which lack GPUs, as clauses.
     restarts : sequence of Restart
         The Dask workers that their nannies have started again lately.
-    idle_since : float or None
-        Since when no task has waited or run, in seconds since 1970. None: some do, or did a moment ago.
+    idle : float or None
+        Time for which no task has waited or run, in seconds. None: some do, or did a moment ago.
     tasks_done : int
         Number of tasks that this scheduler has completed.
     app_url : str or None
@@ -73,7 +73,7 @@ class BoardState:
     problem: str | None = None
     without_gpus: str | None = None
     restarts: Sequence[Restart] = ()
-    idle_since: float | None = None
+    idle: float | None = None
     tasks_done: int = 0
     app_url: str | None = None
     serves_dashboard: bool = True

@@ -168,9 +168,10 @@ class Sharing(Alone):
         return self.link.board.age, self.link.board.most_age
 
     @property
-    def idle_since(self) -> float | None:
-        """Since when no task has waited or run, in seconds since 1970. None: some do, or did a moment ago."""
-        return self.link.board.idle_since
+    def idle(self) -> float | None:
+        """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
+        idle = self.link.board.idle
+        return None if idle is None else idle + time.monotonic() - self.link.heard
 
     @property
     def folder(self) -> Path | None:

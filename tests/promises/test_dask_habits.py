@@ -6,7 +6,9 @@ import logging
 
 import dask
 import pytest
+from clusters import arrived, simulate
 from distributed import Client
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
 
@@ -52,3 +54,11 @@ def test_levels_of_loggers_hold_in_workers(platform, until, light):
     ):
         client.submit(chat).result()
         until(lambda: "said in a task" in str(cluster.get_logs()["mine-0"]))
+
+
+@simulated
+async def test_the_idle_time_is_right_although_clocks_differ(it):
+    async with simulate(n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and "idle for" in repr(cluster))
+        it.loop.set_clock(1200)  # the scheduler has said before since when the cluster is idle
+        assert "min" not in repr(cluster)

@@ -90,6 +90,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Return the time since 1970, in seconds."""
         return self._began + self.now
 
+    def set_clock(self, seconds: float) -> None:
+        """Set the clock that says the time since 1970 ahead, as another machine's may be."""
+        self._began += seconds
+
     def call_at(self, when: float, callback: Any, *args: Any, **context: Any) -> asyncio.TimerHandle:
         # A pause that is too short for the clock to advance would last for ever.
         return super().call_at(max(when, self.now + _RESOLUTION), self.guard(callback), *args, **context)
