@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dask_cml.cluster import CMLCluster
+from dask_cml.observers import ObservedCluster
 from dask_cml.records import liveness, store
 
 
-class DiscoveredCluster(CMLCluster):
-    """A running cluster for dask-ctl, which calls :meth:`close` to delete it."""
+class DiscoveredCluster(ObservedCluster):
+    """A running cluster for dask-ctl, which lists it often, and calls :meth:`close` to delete it."""
 
     def close(self, timeout: float | None = None) -> Any:
         """Shut the cluster down."""

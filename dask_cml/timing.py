@@ -19,6 +19,9 @@ class Timing:
         Time for which a scheduler waits for the keeper that has launched it. Calls of the platform may hang.
     reconnect : float
         Time after the keeper's last message in which it may connect again, before it loses the lease.
+    stay : float
+        Time for which a user's process must be connected before the process in the scheduler's session hands
+        the cluster over. Commands and monitors that pass by do not interrupt its work.
     collect : float
         Time for which the scheduler collects further changes before it answers watchers.
     scheduler_look, activity : float
@@ -69,6 +72,7 @@ class Timing:
     lease: float = 15.0
     first_lease: float = 60.0
     reconnect: float = 5.0
+    stay: float = 30.0
     collect: float = 0.1
     scheduler_look: float = 0.5
     activity: float = 5.0

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 from distributed import Scheduler
 from simulated.process import SimulatedProcess
 from simulated.world import World
 
-from dask_cml import CMLCluster
+from dask_cml import CMLCluster, cli
 from dask_cml.core.alone import Alone
+from dask_cml.discovery import discover
 from dask_cml.layout import scheduler_file
+from dask_cml.observers import ObservedCluster
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.entries import fact
@@ -202,3 +207,90 @@ def write_scheduler(record: Record, folder: Path) -> None:
     new.touch(0o600)
     new.write_text(json.dumps(content))
     os.replace(new, folder / scheduler_file(number))
+
+
+async def create_in(process: SimulatedProcess, **options: Any) -> CMLCluster:
+    """Let a process of the simulated world create a cluster, and keep it until the process ends."""
+
+    async def create() -> None:
+        async with simulate(**options) as cluster:
+            while arrived(cluster) < target(cluster):
+                await asyncio.sleep(0.1)
+            created.set_result(cluster)
+            await asyncio.Event().wait()
+
+    created: asyncio.Future[CMLCluster] = asyncio.get_running_loop().create_future()
+    process.start(create())
+    return await created
+
+
+async def observe(name: str) -> CMLCluster:
+    """Return an object that only shows a running cluster, as the web UI and the sidebar have it."""
+    cluster: CMLCluster = await ObservedCluster.from_name(name, quiet=True, asynchronous=True)
+    return cluster
+
+
+async def found_by_dask_ctl() -> list[CMLCluster]:
+    """Return objects for the running clusters as dask-ctl makes them, which connect when they are awaited."""
+    found = [item async for item in discover()]
+    return [cls.from_name(name, quiet=True, asynchronous=True) for name, cls in found]
+
+
+async def run_command(*words: object) -> str:
+    """Run a command of ``dask cml`` in this event loop, and return what it prints."""
+    command: click.Command = cli.cml
+    name, arguments = "cml", [*map(str, words)]
+    while isinstance(command, click.Group):
+        context = command.make_context(name, arguments[:1], resilient_parsing=True)
+        found, subcommand, arguments = command.resolve_command(context, arguments)
+        assert found is not None
+        assert subcommand is not None
+        name, command = found, subcommand
+    with redirect_stdout(StringIO()) as printed, command.make_context(name, arguments) as context:
+        result = command.invoke(context)
+        if isinstance(result, Awaitable):
+            await result
+    return printed.getvalue()
+
+
+def is_keeper(cluster: CMLCluster) -> bool:
+    """Return whether this process manages a cluster, and may act for it."""
+    return cluster.keeps
+
+
+def manager(name: str) -> str | None:
+    """Return who manages a cluster, in the words of ``dask cml info``. None: nobody."""
+    return store.read(name).scheduler.manager
+
+
+def n_connected(name: str) -> int:
+    """Return how many Dask workers a cluster's scheduler says are connected."""
+    return store.read(name).scheduler.workers.workers
+
+
+def keep_busy(it: World, name: str, seconds: float) -> None:
+    """Keep the event loop of a session's program busy, as a large graph does in a scheduler."""
+    it.sessions.processes[it.platform.running[name]].pause(seconds, threads=False)
+
+
+def delay_requests(cluster: CMLCluster, seconds: float) -> None:
+    """Let what users of this process ask for reach the scheduler some seconds later."""
+    change = cluster.sharing.link.change
+
+    async def change_later(*arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return await change(*arguments, **options)
+
+    cluster.sharing.link.change = change_later  # type: ignore[method-assign]
+
+
+def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:
+    """Ask for something at the moment at which this process begins to manage a cluster."""
+    succeed = cluster.sharing._succeed
+
+    async def ask_and_succeed(board: Any) -> None:
+        cluster.sharing._succeed = succeed  # type: ignore[method-assign]
+        ask()
+        await succeed(board)
+
+    cluster.sharing._succeed = ask_and_succeed  # type: ignore[method-assign]

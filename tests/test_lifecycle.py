@@ -436,7 +436,7 @@ async def test_a_process_that_leaves_names_the_sessions_that_are_not_stopped_and
         r"^cluster night left before its last change was carried out: night-0 not stopped \(CML did not stop "
         r"stub.*401.*\)\. To carry it out, run `dask cml scale night 0`$"
     )
-    async with own(0) as cluster:
+    async with simulate(name="night") as cluster:
         it.platform.doom("silent")  # so that its session does not end when the worker retires
         cluster.scale(1)
         await eventually(lambda: cluster.workers)
@@ -457,7 +457,7 @@ async def test_a_process_that_leaves_names_the_sessions_that_are_not_stopped_and
 async def test_a_process_that_leaves_names_the_workers_that_are_not_launched(it):
     command = "`dask cml scale night 2 --group gpu`"
     words = rf"night-gpu-0, night-gpu-1 not launched \(CML did not launch .*\).*{command}$"
-    async with own(0) as cluster:
+    async with simulate(name="night") as cluster:
         await cluster.add_worker_group("gpu")
         it.platform.fail("launch_workers", *[HTTPError(503)] * 1000)
         cluster.scale(2, worker_group="gpu")
@@ -494,7 +494,7 @@ async def test_a_process_that_leaves_waits_as_long_as_data_is_moved(it, monkeypa
         return next(moved)
 
     moved = iter([30, 20, 10, 10])
-    async with own(0) as cluster:
+    async with simulate(name="night") as cluster:
         it.platform.doom("silent")
         cluster.scale(1)
         await eventually(lambda: cluster.workers)

@@ -68,44 +68,16 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     """Let a cluster scale with its workload.
 
     It gets at least MINIMUM and at most MAXIMUM worker sessions. Without MAXIMUM, the maximum is the
-    limit of the site, or 100. The process that manages the cluster adapts it, such as the notebook that
-    created it. If no process manages the cluster, this command adapts it until you press Ctrl-C. The
-    workers then stay.
+    limit of the site, or 100. The command returns at once. The process that manages the cluster adapts it.
     """
-    from distributed.core import Status
-
     async with connected(name) as cluster:
-        try:
-            adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
-            await cluster.sharing.written()
-            adapts_here = cluster.is_keeper
-            bounds = f"{adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-            who = "this command adapts it until you press Ctrl-C"
-            if not adapts_here:
-                who = "the process that manages it adapts it, even after this command ends"
-            echo(f"Cluster {name} adapts between {bounds}: {who}")
-            # The board says if another process manages the cluster. The scheduler may be silent for long.
-            while _keeps(cluster) and cluster.view.limits(group) == adaptive.limits:
-                show(_present(cluster, cluster.view.target(group), group))
-                await asyncio.sleep(_INTERVAL)
-        except asyncio.CancelledError:
-            show()
-            cluster.stop_adapting(group)
-            await cluster.sharing.written()
-            n_workers = _n_workers(cluster.view.target(group), group)
-            echo(f"Cluster {name} stays at {n_workers} and no longer adapts")
-            raise
-        if cluster.status != Status.running:
-            raise CMLError(f"the cluster {name} has shut down: {cluster.problem or _DELETED}")
-        if adapts_here:
-            show()
-            raise CMLError(f"this command no longer adapts the cluster {name}: another process scales it")
-
-
-def _keeps(cluster: CMLCluster) -> bool:
-    from distributed.core import Status
-
-    return cluster.status == Status.running and cluster.is_keeper
+        adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
+        await cluster.sharing.written()
+        is_managed = not cluster.is_keeper or cluster.sharing.board.lives_on
+    words = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
+    if not is_managed:
+        words += f" as soon as a process manages it. In Python, run: CMLCluster.from_name({name!r})"
+    echo(words)
 
 
 def connected(name: str) -> CMLCluster:

@@ -143,6 +143,7 @@ class Ending:
             if how is How.SHUT_DOWN:
                 await self._say_goodbye()
             if not_done is not None and await self._cluster.sharing.is_succeeded():
+                logger.warning("%s, or wait until another process of the cluster does", not_done)
                 not_done = None
         except Exception:  # of Dask, the platform or a subclass: the sessions are stopped even so
             logger.exception("Cluster %s not closed properly", self._name)

@@ -118,6 +118,8 @@ class Board:
         Counts the changes.
     writers : dict of str to int
         The numbers of the last changes of processes, by their ids.
+    last_keeper : str or None
+        The id of the process that keeps the cluster, or has kept it last.
     closing : list of str
         The names of workers that users have asked to close, until the keeper has done so.
     report : mapping
@@ -140,7 +142,7 @@ class Board:
         self.groups = {name: BoardGroup(**group) for name, group in groups.items()}
         self.groups.setdefault(DEFAULT_GROUP, BoardGroup())
         self.revision = 1 + max(group.created for group in self.groups.values())
-        self.keeper = keeper
+        self.keeper = self.last_keeper = keeper
         self.writers: dict[str, int] = dict(writers or {})
         self.closing: list[str] = []
         self.report: Mapping[str, Any] = {}
@@ -150,6 +152,7 @@ class Board:
         return {
             "revision": self.revision,
             "keeper": self.keeper,
+            "last_keeper": self.last_keeper,
             "groups": self.groups_to_json(),
             "closing": [*self.closing],
             "report": dict(self.report),
@@ -249,7 +252,7 @@ class Board:
     def keep(self, keeper: str | None) -> None:
         """Give the lease to a keeper, or to nobody."""
         if keeper != self.keeper:
-            self.keeper = keeper
+            self.keeper, self.last_keeper = keeper, keeper or self.last_keeper
             self.touch()
 
     def take_report(self, report: Mapping[str, Any], closed: Iterable[str]) -> None:

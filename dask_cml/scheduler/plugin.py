@@ -367,6 +367,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             **board,
             "leaving": [*self._questions.leaving],
             "n_users": self._known_users,
+            "lives_on": self._lives_on,
             "moves": self._moves,
             "problem": self._problem,
             "without_gpus": self._without_gpus,
@@ -425,8 +426,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._known_users = n_users
             self._board.touch()
             self._publish()
-        lives_on = self._orphan_timeout is None and self._lifetime.closed is None
-        self._resident.check(lives_on and not n_users and self._board.keeper is None)
+        self._resident.check(self._lives_on and not n_users and self._board.keeper is None)
         reason = self._lifetime.check(now)
         if self._watchers.is_orphan(now):
             reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
@@ -437,6 +437,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             )
         if reason is not None:
             self._shut_down(reason)
+
+    @property
+    def _lives_on(self) -> bool:
+        """Whether the cluster runs on without a process of a user."""
+        return self._orphan_timeout is None and self._lifetime.closed is None
 
     def _waits_in_vain(self, now: float) -> bool:
         """Return whether tasks have waited for the idle time-out, and no worker is here or about to come."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from dask_cml.cancellation import cancel
+from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -48,7 +49,10 @@ class Resident:
         self.problem: str | None = None
         self._cluster, self._folder = cluster, folder
         self._running: asyncio.Task[None] | None = None
-        self._needed_since: float | None = None
+        #: Seconds for which nobody has kept the cluster, and for which somebody has since. Who passes by only
+        #: interrupts the first ones.
+        self._alone = self._kept = 0.0
+        self._checked = time.monotonic()
         self._pause, self._not_before = _FIRST_PAUSE, 0.0
         #: Set when the scheduler closes.
         self._closes = asyncio.Event()
@@ -56,16 +60,21 @@ class Resident:
     def check(self, is_needed: bool) -> None:
         """Start the process if it has been needed for a while. It ends by itself."""
         now = time.monotonic()
+        seconds, self._checked = now - self._checked, now
         if not is_needed:
-            self._needed_since = self.problem = None
+            self.problem = None
+            self._kept += seconds
+            if self._kept > timing.stay:
+                self._alone = 0.0
             return
-        if self._needed_since is None:
-            self._needed_since = now
+        self._kept = 0.0
+        self._alone += seconds
         if self._running is not None and not self._running.done():
-            if now > self._needed_since + _HUNG:
+            if self._alone > _HUNG:
                 self._running.cancel()
-        elif now >= max(self._needed_since + _ALONE, self._not_before):
-            self._needed_since, self._running = now, asyncio.create_task(self._run())
+        elif self._alone >= _ALONE and now >= self._not_before:
+            self._alone = 0.0
+            self._running = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         """Run the process until it ends, or is cancelled because it hangs."""

@@ -136,7 +136,8 @@ class Keeper:
         """Let a group adapt between the limits on the board, or keep its size."""
         if group.adapt is not None:
             self._cluster.groups.adapt(name, CMLAdaptive.of(self._cluster, name, group.adapt))
-        elif group.writer != self._link.id:  # else an Adaptive of another class may scale it here
+        # An Adaptive of another class scales it here by what this process writes.
+        elif group.writer != self._link.id or self._cluster.groups.limits(name) is not None:
             self._cluster.groups.adapt(name, None)
 
     def asked(self, group: str, **change: Any) -> None:

@@ -34,10 +34,12 @@ class BoardState:
     ----------
     revision : int
         Counts the changes of the board.
-    keeper : str or None
-        The id of the process that keeps the cluster.
+    keeper, last_keeper : str or None
+        The id of the process that keeps the cluster, and of the one that has kept it last.
     n_users : int
         Number of processes of users that watch the board, and can keep the cluster.
+    lives_on : bool
+        Whether a process in the scheduler's session keeps the cluster when no process of a user does.
     groups : mapping of str to BoardGroup
         The worker groups by name, with what is wanted of them.
     closing, leaving : sequence of str
@@ -64,7 +66,9 @@ class BoardState:
 
     revision: int = 0
     keeper: str | None = None
+    last_keeper: str | None = None
     n_users: int = 0
+    lives_on: bool = False
     groups: Mapping[str, BoardGroup] = field(default_factory=dict)
     closing: Sequence[str] = ()
     leaving: Sequence[str] = ()
@@ -106,7 +110,8 @@ class Link:
     has_written : bool
         Whether this process has changed the cluster.
     heard : float
-        The monotonic time of the scheduler's last answer.
+        The monotonic time of the last question that the scheduler has answered. An answer may lie in the
+        socket of a process that is stopped for minutes.
     """
 
     def __init__(self, id: str, cluster: str, counts: bool) -> None:
@@ -177,13 +182,13 @@ class Link:
             If the scheduler does not answer.
         """
         wait = timing.heartbeat if self.counts else timing.observer_heartbeat
-        since = self.board.revision if self.connected else 0
+        since, asked = self.board.revision if self.connected else 0, time.monotonic()
         try:
             answer = await within(wait + timing.answer, self._watch(since, wait))
         except BaseException:
             self.close()
             raise
-        self._take(answer)
+        self._take(answer, asked)
         return self.board
 
     async def _watch(self, since: int, wait: float) -> Any:
@@ -195,10 +200,10 @@ class Link:
         arguments = {"watcher": self.id, "counts": self.counts, "since": since, "wait": wait}
         return await call(self._watching, protocol.WATCH, **arguments)
 
-    def _take(self, answer: Mapping[str, Any]) -> BoardState:
+    def _take(self, answer: Mapping[str, Any], asked: float) -> BoardState:
         """Take the board of an answer, unless a newer board is known. Return the answer's board."""
         board = validate(dict(answer), BoardState, "board of a cluster")
-        self.heard = time.monotonic()
+        self.heard = max(self.heard, asked)
         if not self.connected or board.revision >= self.board.revision:
             self.board = board
         self.connected = True
@@ -286,11 +291,11 @@ class Link:
         OSError, asyncio.TimeoutError
             If the scheduler does not answer, or another one has replaced it meanwhile, whose board counts.
         """
-        address = self._known_address()
+        address, asked = self._known_address(), time.monotonic()
         answer = await self.ask(op, **arguments)
         if self.address != address:
             raise OSError(f"the scheduler at {address} is replaced")
-        return self._take(answer)
+        return self._take(answer, asked)
 
     def no_answer(self, error: BaseException) -> CMLError:
         """Return the error that the scheduler does not answer, from the error of the connection."""
@@ -300,7 +305,7 @@ class Link:
 
     @property
     def keeps(self) -> bool:
-        """Whether this process keeps the cluster, by an answer that is recent enough."""
+        """Whether this process keeps the cluster, by an answer to a question that is recent enough."""
         is_recent = self.connected and time.monotonic() - self.heard < timing.lease
         return is_recent and self.board.keeper == self.id
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 
 from distributed.core import Status
 
@@ -27,7 +28,7 @@ class ResidentCluster(CMLCluster):
 
 
 async def keep(name: str, closes: asyncio.Event) -> None:
-    """Keep a cluster until a user's process can, its scheduler closes, or the cluster ends.
+    """Keep a cluster until a user's process stays, its scheduler closes, or the cluster ends.
 
     Parameters
     ----------
@@ -46,8 +47,11 @@ async def keep(name: str, closes: asyncio.Event) -> None:
         await cluster
     except NoSuchCluster:
         return
+    last_alone = time.monotonic()
     while cluster.status != Status.closed and not closes.is_set():
-        if cluster.status == Status.running and cluster.sharing.board.n_users:
+        if cluster.status != Status.running or not cluster.sharing.board.n_users:
+            last_alone = time.monotonic()
+        elif time.monotonic() - last_alone > timing.stay:
             break
         await wait_until_set(closes, timing.retry)
     try:

@@ -416,19 +416,18 @@ class Sharing(Alone):
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
+        # A keeper that was away begins anew if another process has kept the cluster meanwhile.
+        if self._keeper is not None and (board.keeper or board.last_keeper) not in (None, self.link.id):
+            await self._yield(self._keeper)
         if board.keeper is None and (self._keeper is not None or self.may_keep):
             await self.link.lease(take=True, who=self.who)
             board = self.link.board
-            if board.keeper == self.link.id and self._keeper is not None:
-                await self._cluster.connection.subscribe()  # another process may have subscribed meanwhile
         if board.keeper == self.link.id and self._keeper is None:
             try:
                 await self._succeed(board)
             except Exception:  # raised again: another process may be able to, for example to read the record
                 await self.link.lease(take=False)
                 raise
-        elif board.keeper != self.link.id and self._keeper is not None:
-            await self._yield(self._keeper)
         if self._keeper is not None and not self._cluster.connection.is_subscribed:
             await self._cluster.connection.subscribe()
         await self._take_last_board()
@@ -669,6 +668,8 @@ class Sharing(Alone):
 
     async def is_succeeded(self) -> bool:
         """Return whether another process takes the lease of this one, which leaves."""
+        if self.link.board.lives_on:  # the process in the scheduler's session does so later
+            return True
         deadline = time.monotonic() + timing.succeed
         try:
             while (await self.link.watch()).keeper in (None, self.link.id):

@@ -316,11 +316,7 @@ class Command(Actor):
         await _program_of(change.scale)(NAME, n, group, 120.0)
 
     async def _adapt(self, minimum: int, maximum: int, group: str) -> None:
-        adapting = asyncio.ensure_future(_program_of(change.adapt)(NAME, minimum, maximum, group))
-        await asyncio.wait([adapting], timeout=5.0)
-        adapting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await adapting
+        await _program_of(change.adapt)(NAME, minimum, maximum, group)
 
     async def _add(self, name: str, n: int) -> None:
         await _program_of(change.add_group)(NAME, name, 120.0, n_workers=str(n))

@@ -256,7 +256,7 @@ async def test_the_process_that_created_a_cluster_manages_it_while_it_runs(it):
 
 
 @simulated
-async def test_another_notebook_manages_the_cluster_at_once_and_hands_it_back_when_it_leaves(it):
+async def test_another_notebook_manages_the_cluster_and_hands_it_back_when_it_leaves(it):
     await create_and_die(it, n_workers=1)
     await until_manager_is(SCHEDULERS_SESSION)
     async with rebuild("night") as cluster:
@@ -271,7 +271,7 @@ async def test_another_notebook_manages_the_cluster_at_once_and_hands_it_back_wh
 
 
 @simulated
-async def test_a_command_that_scales_manages_the_cluster_as_long_as_it_runs(it):
+async def test_the_schedulers_session_manages_a_cluster_that_a_command_has_scaled(it):
     await create_and_die(it)
     await until_manager_is(SCHEDULERS_SESSION)
     assert await shell("scale", "night", 2) == "Cluster night scaled to 2 workers\n"
