@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import socket
@@ -32,66 +31,6 @@ from dask_cml.timing import timing
 LOADER = "distributed.client.security-loader"
 NAME = "night shift, 50%"
 ADDRESS = "cml://night%20shift%2C%2050%25"
-#: Nothing in it is of dask-cml, but what Dask itself imports.
-STRANGER = """
-import json, sys
-import dask.array as da
-from dask.distributed import Client, get_client
-
-class Counter:
-    n = 0
-    def add(self, k):
-        self.n += k
-        return self.n
-
-def in_a_task(n):
-    client = get_client()
-    return sum(client.gather(client.map(abs, range(-n, 0))))
-
-def main():
-    found = {}
-    try:
-        Client("tcp://127.0.0.1:1", timeout=0.1)
-    except OSError:
-        found["loaded for others"] = "dask_cml" in sys.modules
-    with Client() as client:
-        client.wait_for_workers(2, timeout=60)
-        found["submit"] = client.submit(sum, [1, 2]).result()
-        [data] = client.scatter([[1, 2, 3]])
-        everywhere = client.scatter({"a": 1}, broadcast=True)
-        found["scatter"] = client.submit(sum, data).result(), client.gather(everywhere)
-        found["gather"] = client.gather(client.map(abs, [-1, -2]))
-        found["array"] = int(da.ones((100, 100), chunks=(50, 50)).sum().compute())
-        counter = client.submit(Counter, actor=True).result()
-        counter.add(2).result()
-        found["actor"] = counter.add(3).result()
-        found["client in a task"] = client.submit(in_a_task, 3).result()
-        nested = {"a": [client.submit(int, 4)]}
-        found["futures as arguments"] = client.submit(lambda nested: sum(nested["a"]), nested).result()
-        client.restart(timeout=60)
-        client.wait_for_workers(2, timeout=60)
-        found["after a restart"] = client.submit(sum, [3, 4]).result()
-    with open("scheduler.json", "w") as file:
-        json.dump({"address": sys.argv[1]}, file)
-    with Client(scheduler_file="scheduler.json") as client:
-        found["scheduler file"] = client.submit(sum, [5, 6]).result()
-    print(json.dumps(found))
-
-if __name__ == "__main__":
-    main()
-"""
-EXPECTED = {
-    "loaded for others": False,
-    "submit": 3,
-    "scatter": [6, {"a": 1}],
-    "gather": [1, 2],
-    "array": 10000,
-    "actor": 5,
-    "client in a task": 6,
-    "futures as arguments": 4,
-    "after a restart": 7,
-    "scheduler file": 11,
-}
 #: Of another user, so to say: what it finds in its home folder is nothing.
 OTHER = """
 import sys
@@ -132,12 +71,6 @@ def cluster(shared_platform):
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def answers(cluster, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stranger")
-    return json.loads(run(STRANGER, ADDRESS, folder=folder, DASK_SCHEDULER_ADDRESS=ADDRESS))
-
-
 @contextlib.asynccontextmanager
 async def scheduler():
     """A scheduler in this process, as a stand-in for a cluster's."""
@@ -158,11 +91,6 @@ async def connected_to(address):
         return (await asyncio.wait_for(there.identity(), 60))["id"]
 
 
-@pytest.mark.parametrize("what", EXPECTED)
-def test_a_process_without_our_import_uses_a_cluster_by_its_name(answers, what):
-    assert answers[what] == EXPECTED[what]
-
-
 def test_another_user_gets_an_error_at_once(cluster, tmp_path):
     plain = cluster.scheduler.address
     text = run(OTHER, ADDRESS, plain, folder=tmp_path, HOME=str(tmp_path), DASK_CML__STATE_DIRECTORY=None)
@@ -170,14 +98,6 @@ def test_another_user_gets_an_error_at_once(cluster, tmp_path):
     assert by_name.startswith(f"NoSuchCluster: no cluster named {NAME!r}")
     assert by_name.endswith(str(tmp_path / ".dask-cml"))
     assert by_address.startswith("TypeError: TLS expects a `ssl_context` argument")
-
-
-async def test_connecting_to_an_unknown_name_fails_at_once_and_lists_the_known_ones(cluster):
-    with pytest.raises(
-        NoSuchCluster, match=f"no cluster named 'other'; existing clusters: '{NAME}'"
-    ) as failed:
-        await asyncio.wait_for(Client("cml://other", asynchronous=True, timeout=600), 60)
-    assert isinstance(failed.value, OSError)
 
 
 @pytest.mark.slow

@@ -9,18 +9,15 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, log_of, make, rebuild, simulate, target
-from distributed import Client
-from distributed.core import Status
+from clusters import arrived, create_and_kill, log_of, make, rebuild, simulate
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
-from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, protocol
+from dask_cml import CMLCluster, CMLError, protocol
 from dask_cml import cluster as cluster_module
 from dask_cml.layout import RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import store
-from dask_cml.records.record import Maker
 from dask_cml.sharing.sharing import Sharing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -28,45 +25,6 @@ pytestmark = pytest.mark.usefixtures("light")
 
 def lab(**options):
     return simulate(name="lab", **options)
-
-
-@pytest.mark.slow
-async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsys):
-    cell = {"name": "lab", "n_workers": 1, "create_mode": "create-or-connect", "quiet": False}
-    async with make(**cell) as first:
-        async with make(**cell) as again, Client(again, asynchronous=True) as client:
-            assert again.scheduler_address == first.scheduler_address
-            assert await client.submit(sum, [1, 2]) == 3
-            ends = "cluster.close() leaves it running; to end it, call cluster.shutdown()"
-            said = f"Connected to running cluster lab of {Maker.this_process().words}"
-            assert f"{said}. {ends}\n" in capsys.readouterr().out
-        assert again.status == Status.closed
-        # Other options than the cluster's do not change it, and that is told.
-        other = make(name="lab", cpu=2, processes=2, worker_args=[], create_mode="connect", quiet=False)
-        async with other:
-            assert (other.options.cpu, other.options.processes) == (1, 1)
-            kept = f"{said}; it runs with its own cpu, processes, worker_args. {ends}\n"
-            assert kept in capsys.readouterr().out
-            other.scale(2)
-            await holds(lambda: len(first.scheduler_info["workers"]) == 2)
-        words = r"pass create_mode='create-or-connect' or call CMLCluster\.from_name\('lab'\); to delete it"
-        with pytest.raises(ClusterExists, match=words):
-            await make(name="lab")
-        assert first.status == Status.running
-        assert len(first.sessions) == 3
-
-
-@simulated
-async def test_connecting_neither_scales_the_cluster_nor_takes_its_lease(it):
-    other = {"n_workers": 3, "cpu": 2, "processes": 2, "worker_args": []}
-    async with lab(n_workers=1) as first:
-        await eventually(lambda: arrived(first) == 1)
-        async with lab(**other, create_mode="create-or-connect") as again:
-            assert target(again) == 1
-            await eventually(lambda: again.observed == first.observed == {"lab-0"})
-            assert (first.keeps, again.keeps) == (True, False)
-        assert target(first) == 1
-        assert len(it.platform.live) == 2
 
 
 def test_connecting_without_await_wants_none_of_the_first_workers_again(platform, until, monkeypatch):
@@ -77,20 +35,6 @@ def test_connecting_without_await_wants_none_of_the_first_workers_again(platform
         monkeypatch.setattr(Sharing, "_follow", lambda self: asyncio.Event().wait())  # which shows what is
         with CMLCluster.from_name("lab", quiet=True) as again:
             assert again.worker_spec == {}
-
-
-@simulated
-async def test_of_two_at_once_one_creates_and_the_other_connects(it):
-    one, two = (lab(create_mode="create-or-connect") for _ in range(2))
-    await asyncio.gather(one, two)
-    assert one.scheduler_address == two.scheduler_address
-    assert len(it.platform.live) == 1
-    assert sorted([one.shutdown_on_close, two.shutdown_on_close]) == [False, True]
-    creator, connected = (one, two) if one.shutdown_on_close else (two, one)
-    await connected.close()
-    assert len(it.platform.running) == 1
-    await creator.close()
-    assert not it.platform.running
 
 
 @simulated
@@ -168,12 +112,6 @@ async def test_from_name_finds_the_platform_of_the_cluster(platform):
     async with make(name="lab") as first, rebuild("lab") as again:
         assert again.scheduler_address == first.scheduler_address
         assert again.options.platform == "local"
-
-
-async def test_connecting_creates_no_cluster(platform):
-    with pytest.raises(NoSuchCluster):
-        await make(name="lab", create_mode="connect")
-    assert platform.list_workers() == []
 
 
 @simulated

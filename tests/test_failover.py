@@ -467,14 +467,6 @@ async def test_a_cluster_whose_record_cannot_be_read_while_its_scheduler_is_busy
 
 
 @simulated
-async def test_a_remote_in_another_session_closes_at_once_when_its_cluster_is_shut_down(it):
-    async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
-        await cluster.close()
-        await eventually(lambda: other.status == Status.closed, 30)
-        assert "Cluster lab shut down: " in log_of(other)  # by the record, which is removed a moment later
-
-
-@simulated
 async def test_a_remote_in_another_session_closes_at_once_when_the_scheduler_was_idle(it):
     await create_and_kill(it, name="lab", idle_timeout="20s")
     async with in_another_session(it) as other:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import os
 import signal
 import subprocess
 import sys
@@ -38,10 +37,10 @@ from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
-from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER
+from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
-from dask_cml.records.record import Maker, Record
+from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing import sharing
@@ -71,24 +70,6 @@ def has(cluster, n):
 
 
 @simulated
-async def test_keeper_and_remote_see_the_same_and_neither_undoes_the_others_scaling(it):
-    async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
-        for scale, n in (keeper, 1), (remote, 3), (keeper, 2), (remote, 1):
-            scale.scale(n)
-            await eventually(lambda n=n: has(keeper, n) and has(remote, n))
-            await eventually(lambda n=n: len(it.platform.running) == n + 1)
-        assert (keeper.keeps, remote.keeps) == (True, False)
-        assert remote.worker_spec.keys() == keeper.worker_spec.keys() == keeper.workers.keys()
-        assert remote.workers == {}
-        await eventually(lambda: shown(remote) == shown(keeper))
-        assert keeper.problem is remote.problem is None
-
-
-def shown(cluster):
-    return [(session.id, session.name, session.role, session.status) for session in cluster.sessions]
-
-
-@simulated
 async def test_a_remote_shows_what_the_keeper_says(it):
     with dask.config.set({"cml.failure-limit": 1}):
         async with shared() as keeper, rebuild("shared") as remote:
@@ -109,51 +90,12 @@ async def test_a_remote_shows_what_the_keeper_says(it):
 
 
 @simulated
-async def test_a_lost_worker_is_replaced_once(it):
-    async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
-        await eventually(lambda: has(keeper, 1))
-        [lost] = keeper.workers
-        it.platform.evict(it.platform.running[lost])
-        await eventually(lambda: keeper.observed and lost not in keeper.observed)
-        await eventually(lambda: remote.observed == keeper.observed)
-        assert len(it.platform.running) == 2
-
-
-@simulated
 async def test_the_plans_of_a_cluster_without_keys_have_none_in_a_remote(it):
     async with shared() as keeper, rebuild("shared") as remote:
         assert "--tls" not in remote.job_script()
         assert remote.scheduler_address == keeper.scheduler_address
         remote.scale(1)
         await eventually(lambda: arrived(keeper) == 1)
-
-
-@simulated
-async def test_what_a_remote_asks_for_comes_true_although_it_leaves_at_once(it):
-    async with shared() as keeper:
-        file = state_directory() / "shared" / RECORD_FILE
-        made = file.stat()
-        async with rebuild("shared") as remote:
-            remote.scale(2)
-        assert os.path.samestat(file.stat(), made)  # nobody replaces it
-        await eventually(lambda: has(keeper, 2))
-
-
-@simulated
-async def test_a_remote_that_cannot_reach_the_scheduler_says_so_and_remembers_nothing(it):
-    async with shared() as keeper, rebuild("shared") as remote:
-        heal = cut_off(remote)
-        with pytest.raises(
-            CMLError, match=r"the scheduler of cluster 'shared' at .* does not answer: .*no route"
-        ):
-            await remote.scale(2)
-        with pytest.raises(CMLError, match="does not answer"):
-            await remote.add_worker_group("gpu")
-        await eventually(lambda: "no route to host" in repr(remote))
-        heal()
-        await eventually(lambda: remote.sharing.is_connected and "problem" not in repr(remote))
-        assert keeper.worker_groups.keys() == {"default"}
-        assert target(keeper) == target(remote) == 0
 
 
 @simulated
@@ -165,23 +107,6 @@ async def test_a_change_that_the_board_refuses_is_an_error_in_its_words(it):
         with pytest.raises(CMLError, match=r"^invalid worker_group='gpu': expected one of 'default'$"):
             await remote.scale(1, worker_group="gpu")
         await eventually(lambda: "gpu" not in remote.worker_groups)
-
-
-@simulated
-async def test_a_remote_adds_scales_adapts_and_deletes_worker_groups(it):
-    async with shared() as keeper, rebuild("shared") as remote:
-        await remote.add_worker_group("gpu", n_workers=1, cpu=2, memory=2)
-        await remote.scale(2, worker_group="gpu")
-        await eventually(lambda: "gpu" in keeper.worker_groups and arrived(keeper) == 2)
-        assert keeper.worker_groups["gpu"].size == SessionSize(2, 2)
-        await eventually(lambda: remote.worker_groups == keeper.worker_groups)
-        remote.adapt(0, 2, worker_group="gpu", interval="1s", wait_count=1)
-        await remote.sharing.written()
-        await eventually(lambda: keeper.worker_groups["gpu"].n_workers == 0)
-        assert limits(keeper, "gpu") == limits(remote, "gpu") == (0, 2)
-        await remote.delete_worker_group("gpu")
-        await eventually(lambda: keeper.worker_groups.keys() == remote.worker_groups.keys() == {"default"})
-        assert len(it.platform.running) == 1
 
 
 @simulated
@@ -221,19 +146,6 @@ async def test_a_remote_adds_workers_to_the_spec_as_a_subclass_of_speccluster_ma
         remote.worker_spec.update(remote.new_worker_spec())
         await remote._correct_state()
         await eventually(lambda: has(keeper, 2) and has(remote, 2))
-
-
-@simulated
-async def test_a_remote_stops_the_adaptive_scaling_of_the_keeper(it):
-    async with shared() as keeper:
-        adaptive = keeper.adapt(minimum=0, maximum=3)
-        await keeper.sharing.written()
-        async with rebuild("shared") as remote:
-            assert limits(remote) == (0, 3)
-            remote.scale(1)  # and leaves at once
-        await eventually(lambda: target(keeper) == 1 and limits(keeper) is None)
-        await eventually(lambda: adaptive.periodic_callback is None)
-        await eventually(lambda: arrived(keeper) == len(it.platform.running) - 1 == 1)
 
 
 @simulated
@@ -649,19 +561,6 @@ async def test_others_get_the_link_although_the_creator_leaves_before_its_first_
 
 
 # -- the end
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-@simulated
-async def test_the_others_say_who_shut_the_cluster_down(it, elsewhere):
-    async with shared() as keeper:
-        remote = await rebuild("shared")
-        ending, seeing = (remote, keeper) if elsewhere else (keeper, remote)
-        await ending.shutdown()
-        await eventually(lambda: seeing.status == Status.closed)
-        words = f"closed by {Maker.this_process().words}"
-        assert seeing.problem == words
-        assert lines_of(seeing)[-1] == f"Cluster shared shut down: {words}"
 
 
 async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(platform, monkeypatch):

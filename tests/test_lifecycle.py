@@ -36,7 +36,7 @@ from simulated.process import SimulatedProcess
 from simulated.testing import eventually, simulated
 from testbed import faults
 
-from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, output
+from dask_cml import ClusterExists, CMLCluster, CMLError, output
 from dask_cml.discovery import DiscoveredCluster, discover
 from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
@@ -79,22 +79,6 @@ def make_and_kill(**options):
 def locally(platform):
     with dask.config.set({"cml.platform": "local"}):
         yield platform
-
-
-@simulated
-async def test_an_unknown_name_lists_the_known_ones(it):
-    async with simulate(name="known"):
-        with pytest.raises(NoSuchCluster, match="'known'"):
-            CMLCluster.from_name("unknown")
-
-
-@simulated
-async def test_the_name_of_a_live_cluster_is_taken(it):
-    async with simulate(name="taken"):
-        with pytest.raises(ClusterExists, match="taken"):
-            await simulate(name="taken")
-        assert len(it.platform.running) == 1
-        assert (state_directory() / "taken").is_dir()
 
 
 @simulated
@@ -253,53 +237,6 @@ async def test_shutdown_on_close_false_leaves_the_cluster_running(locally):
     async with cluster:
         assert not any("can run until" in line for line in lines_of(cluster))
     assert not live(locally)
-
-
-@pytest.mark.parametrize("connect", [False, True])
-@simulated
-async def test_leave_leaves_the_cluster_running_at_the_end_of_the_block(it, connect):
-    async with simulate(name="left", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        if connect:
-            async with rebuild("left", shutdown_on_close=True) as other:
-                await other.leave()
-            assert len(it.platform.running) == 2
-        await cluster.leave()
-    assert len(it.platform.running) == 2
-    await (await rebuild("left")).shutdown()
-
-
-@pytest.mark.parametrize("connect", ["connect", "create-or-connect"])
-@simulated
-async def test_close_of_a_connected_cluster_ends_nobody_elses_work(it, connect):
-    async with simulate(name="lab", n_workers=1) as creator, Client(creator, asynchronous=True) as client:
-        future = client.submit(asyncio.sleep, 30)
-        other = await simulate(name="lab", create_mode=connect)
-        await other.close()
-        assert (other.status, creator.status) == (Status.closed, Status.running)
-        await future
-        assert len(it.platform.running) == 2
-        await other.close()
-        last = await simulate(name="lab", create_mode=connect, shutdown_on_close=True)
-        await last.close()
-        await eventually(lambda: creator.status == Status.closed)
-    assert not it.platform.running
-
-
-@simulated
-async def test_shutdown_ends_a_cluster_from_any_object_also_one_that_is_closed(it):
-    async with simulate(name="lab", n_workers=1, shutdown_on_close=False):
-        pass
-    other = await rebuild("lab")
-    await eventually(lambda: arrived(other) == 1)
-    await other.close()
-    assert len(it.platform.running) == 2
-    await other.shutdown()
-    assert not it.platform.running
-    assert it.clusters == []
-    await other.shutdown()
-    with pytest.raises(NoSuchCluster):
-        await rebuild("lab")
 
 
 def test_shutdown_ends_a_cluster_whose_object_is_closed_and_has_no_event_loop_any_more(platform):
@@ -670,17 +607,6 @@ def test_a_creator_that_is_killed_before_it_connects_leaves_an_orphan_that_shuts
         maker.kill()
     until((state_directory() / "made" / scheduler_file(0)).exists)
     until(lambda: not live(platform))
-
-
-@simulated
-async def test_a_task_scales_its_cluster_through_the_keeper(it):
-    async def scale():
-        await (await rebuild("made")).scale(1)
-
-    async with simulate(**MADE) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
-        it.sessions.processes[it.platform.running["made-0"]].start(scale())
-        await eventually(lambda: len(it.platform.running) == 2)
 
 
 @pytest.mark.slow
