@@ -943,10 +943,16 @@ class CMLCluster(SpecCluster):
 
     # -- the look
 
-    def begin_looking(self) -> None:
-        """Look at the sessions and adapt from now on."""
+    def begin_looking(self, heard_since: float | None = None) -> None:
+        """Look at the sessions and adapt from now on.
+
+        Parameters
+        ----------
+        heard_since : float, optional
+            The monotonic time since which the scheduler has answered. Default: the first look.
+        """
         self.groups.begin_adapting()
-        self._heard_since = None
+        self._heard_since = heard_since
         self._looking = asyncio.create_task(self._look_for_ever())
 
     async def stop_looking(self) -> None:

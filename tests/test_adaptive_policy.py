@@ -71,7 +71,6 @@ class Simulation:
         self.session_seconds = 0.0
         self.options = self.demand = self.launches = self.processes = self.retirements = self
         self.groups = Groups(self)
-        self.scheduler = SimpleNamespace(start_time=start)
         self.woken = asyncio.Event()
         self.launch(n_workers)
         self.connected, self.launched = [*self.workers], 0
@@ -87,11 +86,14 @@ class Simulation:
     def affordable(self, n, group):
         return n
 
+    def start_time(self, group):
+        return self.start
+
     def launch(self, n):
         while len(self.workers) < n:
             name = f"mine-{len(self.arrivals)}"
             self.launched += 1
-            self.workers[name] = SimpleNamespace(launched_at=self.now, adopted=False)
+            self.workers[name] = SimpleNamespace(launched_at=self.now)
             self.arrivals[name] = self.now + self.start
 
     async def choose(self, group, n, **more):
@@ -268,21 +270,6 @@ async def test_sessions_are_not_kept_for_work_that_came_back_later(simulate):
     await run.work(BURST)
     await run.idle(4)
     assert not run.workers
-
-
-async def test_start_times_are_learned_from_sessions_that_this_process_has_launched(simulate):
-    run = simulate(30, n_workers=1, minimum=2)
-    run.scheduler.start_time = None
-    assert run.adaptive.start_time == 0
-    run.scheduler.start_time = 2.0
-    run.now += 500
-    run.launch(2)
-    run.workers["mine-1"].adopted = True
-    await run.idle(40)
-    assert len(run.connected) == 2
-    assert run.adaptive.start_time == 2.0
-    await run.work(BURST)
-    assert run.adaptive.start_time == pytest.approx(30, abs=1.1)
 
 
 async def test_minimum_and_maximum_hold(simulate):

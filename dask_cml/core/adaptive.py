@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import fmean
 from time import monotonic
 from typing import Any
 
@@ -24,8 +22,6 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import Logger
 
 logger = Logger(__name__)
-
-_LAST_STARTS = 20
 
 
 @dataclass
@@ -148,8 +144,6 @@ class CMLAdaptive(Adaptive):
         integer("wait_count", self.wait_count, 0)
         self._pauses = _Pauses()
         self._least_wait_count = self.wait_count
-        self._starts: deque[float] = deque(maxlen=_LAST_STARTS)
-        self._seen: set[str] | None = None
         self._busy = 0
         self._borrowed: list[str] = []
 
@@ -248,20 +242,12 @@ class CMLAdaptive(Adaptive):
         """The wanted sessions of which a Dask worker is connected."""
         return self.cluster.processes.arrived(self._group) if self.cluster.is_keeper else set()
 
-    @property
-    def start_time(self) -> float:
-        """The start time of a session, in seconds. 0 if none has started yet."""
-        if self._starts:
-            return fmean(self._starts)
-        return getattr(self.cluster.scheduler, "start_time", None) or 0.0
-
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
         # Groups that adapt share one answer of the scheduler.
         snapshot = await self.cluster.demand.snapshot(max_age=(self.interval or 0.0) / 2)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
-        self._learn(arrived, now)
-        start_time = self.start_time
+        start_time = self.cluster.launches.start_time(self._group)
         self._pauses.note(snapshot.has_work(self._group), now)
         if self.interval:
             self.wait_count = self._least_wait_count
@@ -292,15 +278,6 @@ class CMLAdaptive(Adaptive):
         if self._group not in self.cluster.groups or not self.cluster.keeps:
             return len(self.plan)
         return int(self.cluster.launches.affordable(target, self._group))
-
-    def _learn(self, arrived: set[str], now: float) -> None:
-        """Learn how long sessions took from their launch until they connected."""
-        new = set() if self._seen is None else arrived - self._seen
-        for name in new:
-            worker = self.cluster.workers.get(name)
-            if worker is not None and worker.launched_at is not None and not worker.adopted:
-                self._starts.append(now - worker.launched_at)
-        self._seen = arrived
 
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close so that `target` remain."""

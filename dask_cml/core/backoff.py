@@ -76,6 +76,18 @@ class Backoff:
         """Why the platform has launched only some of the wanted sessions. None: it has launched all."""
         return self._shortage if self._is_short else None
 
+    def begin_after(self, failures: int, why_gave_up: str | None) -> None:
+        """Begin after the failures in a row that another process has counted."""
+        self._failures = self._pauses = failures
+        if why_gave_up is not None:  # by its limit
+            self._failures, self._failure = max(failures, self._limit), why_gave_up
+        self._pause()
+
+    @property
+    def failures(self) -> int:
+        """The number of failures in a row."""
+        return 0 if self._is_settled else self._failures
+
     @property
     def gave_up(self) -> bool:
         """Whether no workers are launched until the group is scaled, after too many failures."""
@@ -149,11 +161,14 @@ class Backoff:
             self._failures += 1
         self._pauses += 1
         self._arrived, self._failed_at = None, time.monotonic()
-        pause = min(_FIRST_PAUSE * 2 ** (self._pauses - 1), _LONGEST_PAUSE)
-        self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
+        self._pause()
         self._failure = f"{reason}{_and_more(n)}"
         if counts and self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
+
+    def _pause(self) -> None:
+        pause = min(_FIRST_PAUSE * 2 ** (self._pauses - 1), _LONGEST_PAUSE)
+        self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
 
     def _forgive(self, lasted: float) -> None:
         """Forget earlier failures, because a connection has lasted for some seconds."""

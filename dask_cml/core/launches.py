@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 
 from dask_cml.advice import Scale
 from dask_cml.cancellation import cancel, gather_or_cancel
@@ -21,6 +23,9 @@ from dask_cml.timing import timing
 
 logger = Logger(__name__)
 
+#: How many sessions of a group say how long its sessions take to start.
+_LAST_STARTS = 20
+
 
 class Launches:
     """Decides when to launch which wanted workers, and remembers what the platform has answered.
@@ -36,6 +41,8 @@ class Launches:
     def __init__(self, cluster: Cluster, processes: Processes) -> None:
         self._cluster, self._processes = cluster, processes
         self._backoffs: dict[str, Backoff] = {}
+        #: How long the last sessions of each group took from their launch until they connected, in seconds.
+        self._starts: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_STARTS))
         self._failure_limit: int = setting("failure-limit")
         self._quota_pause: float = setting("quota-retry")
         #: The tasks that launch workers, by the workers' names.
@@ -78,9 +85,43 @@ class Launches:
         """Forget the failures of a group, because a user has changed it."""
         self._backoffs.pop(group, None)
 
-    def forget_failures(self) -> None:
-        """Forget the failures of all groups, because another process has kept the cluster since."""
+    def take_over(
+        self, failures: Mapping[str, int], gave_up: Mapping[str, str], start_times: Mapping[str, float]
+    ) -> None:
+        """Begin with what the last keeper has reported, instead of what this process knew before."""
         self._backoffs.clear()
+        for group, n in failures.items():
+            self.backoff(group).begin_after(n, gave_up.get(group))
+        self._starts.clear()
+        for group, seconds in start_times.items():
+            self._starts[group].append(seconds)
+
+    # -- for the next keeper
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """The failures in a row of the groups that have had some."""
+        failures = {group: backoff.failures for group, backoff in [*self._backoffs.items()]}
+        return {group: n for group, n in failures.items() if n}
+
+    @property
+    def start_times(self) -> dict[str, float]:
+        """How long sessions of the groups take to start, as far as this is known, in tenths of a second."""
+        times = {group: round(self.start_time(group), 1) for group in self._cluster.groups.names}
+        return {group: seconds for group, seconds in times.items() if seconds}
+
+    def start_time(self, group: str) -> float:
+        """Return how long a session of a group takes from its launch until its Dask worker connects.
+
+        Before the first one has connected, this is the time that the scheduler's session took. 0: unknown.
+        """
+        if starts := self._starts.get(group):
+            return fmean(starts)
+        return getattr(self._cluster.scheduler, "start_time", None) or 0.0
+
+    def note_start(self, group: str, seconds: float) -> None:
+        """Note that a session of a group has connected, some seconds after its launch."""
+        self._starts[group].append(seconds)
 
     @property
     def pause(self) -> float:

@@ -110,6 +110,8 @@ class Losses:
             if worker.has_arrived and not had_arrived:
                 group = self._cluster.groups.group_of(worker.name)
                 self._launches.backoff(group).arrived(time.monotonic())
+                if not worker.adopted:
+                    self._launches.note_start(group, worker.launched_for)
             if not worker.is_complete:
                 incomplete.append(worker)
         return incomplete

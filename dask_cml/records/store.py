@@ -246,6 +246,22 @@ def given_names(record: Record) -> set[str]:
     return names
 
 
+def started_for(record: Record) -> dict[str, float]:
+    """Return for how long the programs of sessions have run, in seconds, by the ids of the sessions.
+
+    A session takes its name when its program starts. The file system's clock dates that, and says what time
+    it is now.
+    """
+    ages = {}
+    with contextlib.suppress(OSError):
+        os.utime(record.folder.parent)
+        now = record.folder.parent.stat().st_mtime
+        for file in (record.folder / STARTED_FOLDER).iterdir():
+            with contextlib.suppress(OSError, CMLError, ValueError):
+                ages[read_file(file).decode()] = max(0.0, now - file.stat().st_mtime)
+    return ages
+
+
 def read(name: str, directory: Path | None = None) -> Record:
     """Read the record of a cluster.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -93,7 +94,7 @@ class Health:
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
         """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
-        self._last[name] = {**last, "address": address}
+        self._last[name] = {**last, "address": address, "left": time.monotonic()}
         _bound(self._last)
 
     def last(self, name: str) -> dict[str, Any] | None:
@@ -102,7 +103,8 @@ class Health:
         if last is None:
             return None
         # The worker's own last message may be older than its nanny's look at its memory.
-        return {**last, "memory": max(last["memory"], self._ended_with.get(last["address"], 0))}
+        memory = max(last["memory"], self._ended_with.get(last["address"], 0))
+        return {**last, "memory": memory, "gone_for": time.monotonic() - last["left"]}
 
     def note_connected(self, name: str, now: float) -> None:
         """Note a Dask worker that has connected. If it was here before, its nanny has started it again.

@@ -359,9 +359,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._publish()
 
     def _answer(self, watcher: str | None = None) -> dict[str, Any]:
-        """Return the board. The keeper gets it without its own report."""
+        """Return the board. The keeper gets it without its own report, but with the last keeper's."""
         board = self._board.to_json()
-        if watcher is not None and watcher == self._board.keeper:
+        if watcher is not None and watcher == self._board.keeper == self._reporter:
             board["report"] = {}
         return {
             **board,

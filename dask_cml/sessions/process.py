@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 from urllib.parse import quote
 
@@ -262,11 +262,29 @@ class CMLWorker(CMLProcess):
         """
         present = connected & {*self.dask_names}
         self.seen |= present
+        if present and is_pending(self.info):  # the platform does not list it here, or its list is older
+            self._has_run, self.info = True, {**self.info, "status": "running"}
         self.is_complete = len(present) == len(self.dask_names)
         if self.is_complete and self._arrived_at is None:
             self._arrived_at = time.monotonic()
         is_gone = not self.is_complete and len(self.seen) == len(self.dask_names)
         self.gone_since = (self.gone_since or time.monotonic()) if is_gone else None
+
+    def take_over(self, connected: Set[str], gone_for: Mapping[str, float]) -> None:
+        """Note what has become of its Dask workers before this process managed them.
+
+        Parameters
+        ----------
+        connected : set of str
+            The names of all connected Dask workers.
+        gone_for : mapping of str to float
+            For how long Dask workers have been gone that were connected before, by their names, in seconds.
+        """
+        gone = [gone_for[name] for name in self.dask_names if name in gone_for and name not in connected]
+        self.seen.update(name for name in self.dask_names if name in gone_for)
+        self.note_connected(connected)
+        if self.gone_since is not None and gone:
+            self.gone_since = time.monotonic() - max(gone)
 
     async def started_session(self) -> str | None:
         """Return the session that has taken this worker's name. None: none has, or it cannot be read."""

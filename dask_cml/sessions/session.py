@@ -96,7 +96,7 @@ class Session:
     @property
     def age(self) -> float:
         """Time since its launch, in seconds."""
-        return max(0.0, (datetime.now(timezone.utc) - self.since).total_seconds())
+        return _seconds_since(self.since)
 
     @property
     def link(self) -> str | None:
@@ -175,7 +175,13 @@ class CMLProcess(ProcessInterface):
             await self.launch()
         await super().start()
 
-    def adopt(self, session_id: str, launch: Launch | None, app_url: str | None = None) -> None:
+    def adopt(
+        self,
+        session_id: str,
+        launch: Launch | None,
+        app_url: str | None = None,
+        runs_for: float | None = 0.0,
+    ) -> None:
         """Take over a session whose launch was not answered here. The platform may not list it here.
 
         Parameters
@@ -186,16 +192,22 @@ class CMLProcess(ProcessInterface):
             Its launch. None if it is not in the record.
         app_url : str, optional
             Its URL.
+        runs_for : float or None
+            For how long its program has run, in seconds. None: it has not started yet.
         """
         self.api.adopt(session_id, self.plan.name)
-        self.info = {"id": session_id, "status": "running", "app_url": app_url}
-        self.is_listed = False
+        status = "scheduling" if runs_for is None else "running"
+        self.info = {"id": session_id, "status": status, "app_url": app_url}
+        self.is_listed, self._has_run = False, runs_for is not None
         self._missing_since = None
         self.adopted = True
         if launch is not None:
             self.owner, self.since = launch.owner, datetime.fromtimestamp(launch.launched, timezone.utc)
             self.plan = replace(self.plan, size=launch.size or self.plan.size)
-        self.launched_at = self._begun_at = time.monotonic()
+        self.launched_at = time.monotonic() - _seconds_since(self.since)
+        # Of a session that the platform does not list here, the time limit of the queue counts, too.
+        waits = self.launched_at + self.options.pending_timeout
+        self._begun_at = waits if runs_for is None else time.monotonic() - runs_for
         self.status = Status.running
 
     async def close(self) -> None:
@@ -336,12 +348,12 @@ class CMLProcess(ProcessInterface):
             self.info = {**self.info, **listed}
         created = time_of(listed, "created_at")
         if self.adopted and not self.is_listed and created is not None:
-            age = (datetime.now(timezone.utc) - created).total_seconds()
-            self.since, self.launched_at = created, time.monotonic() - max(0.0, age)
+            self.since, self.launched_at = created, time.monotonic() - _seconds_since(created)
         self.is_listed = self.is_listed or bool(listed)
         runs = listed.get("status") == "running"
         if (runs and not self._has_run) or (not runs and is_pending(listed)):
-            self._begun_at = time.monotonic()
+            begun = time_of(listed, "running_at") if self.adopted and runs else None
+            self._begun_at = time.monotonic() - (0.0 if begun is None else _seconds_since(begun))
         self._has_run = self._has_run or runs
         return has_ended(self.info)
 
@@ -371,6 +383,10 @@ class CMLProcess(ProcessInterface):
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{reason}"
         output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"
         return f"{session}; {output}"
+
+
+def _seconds_since(begin: datetime) -> float:
+    return max(0.0, (datetime.now(timezone.utc) - begin).total_seconds())
 
 
 async def note_reasons(processes: Collection[CMLProcess]) -> None:

@@ -89,21 +89,12 @@ class Follower(Sessions):
     @property
     def gave_up(self) -> Mapping[str, str]:
         """Why no more workers of some groups are launched, until a user scales them."""
-        return self._taken(self._report.gave_up)
+        return self._report.current(self._report.gave_up, self._link.board.groups)
 
     @property
     def shortages(self) -> Mapping[str, str]:
         """Why the platform has launched only some workers of some groups, since users scaled them last."""
-        return self._taken(self._report.shortages)
-
-    def _taken(self, reasons: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the reasons of the groups whose last change the keeper has taken."""
-        groups, requests = self._link.board.groups, self._report.requests
-        return {
-            group: words
-            for group, words in reasons.items()
-            if group in groups and requests.get(group, 0) >= groups[group].request
-        }
+        return self._report.current(self._report.shortages, self._link.board.groups)
 
     @property
     def untaken(self) -> list[str]:

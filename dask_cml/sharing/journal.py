@@ -110,7 +110,7 @@ class Journal:
         for session, process in processes.items():
             if process.waits_for is not None:
                 waiting.add(session)
-            if session in self._waiting and process.is_listed and not process.is_scheduling:
+            if session in self._waiting and not process.is_scheduling:
                 begun.add(session)
             has_end = process.info.get("finished_at") and time_of(process.info, "finished_at") is not None
             if process.loss is not None or has_end:

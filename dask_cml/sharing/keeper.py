@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dask_cml import protocol
 from dask_cml.advice import Advice, Scale, ShutDown
 from dask_cml.core.adaptive import CMLAdaptive
-from dask_cml.core.processes import said_by
+from dask_cml.core.processes import connected_names, said_by
 from dask_cml.errors import CMLError
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
@@ -176,6 +176,7 @@ class Keeper:
             if not self._link.connected:
                 return
             board, changes, view = self._link.board, {}, self._cluster.view
+            launches = self._cluster.launches
             for group in self._cluster.groups.names:
                 request = self.requests.get(group)
                 if group in self._own_changes or group not in board.groups or request is None:
@@ -193,6 +194,8 @@ class Keeper:
                 wanted=self._cluster.groups.wanted(),
                 problem=view.problem,
                 gave_up=view.gave_up,
+                failures=launches.failures,
+                start_times=launches.start_times,
                 shortages=view.shortages,
                 requests={**self.requests},
                 staying=view.staying,
@@ -317,6 +320,7 @@ class Keeper:
 
     async def succeed(self, record: Record) -> None:
         """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""
+        started = await asyncio.to_thread(store.started_for, record)
         self._cluster.workers.clear()
         self._cluster.groups.drop(self._cluster.groups.workers())
         for launch in record.launches.values():
@@ -335,12 +339,13 @@ class Keeper:
             with self._cluster.groups.changing():
                 self._cluster.worker_spec[launch.key] = spec
             worker = self._cluster.make_worker(launch.key, spec)
-            worker.adopt(launch.id, launch)
+            worker.adopt(launch.id, launch, runs_for=started.get(launch.id))
             self._cluster.workers[launch.key] = worker
         names = [name for worker in self._cluster.processes.workers() for name in worker.dask_names]
         last = await self._cluster.ask(protocol.LAST, names=names)
+        gone_for = {name: state.get("gone_for", 0.0) for name, state in last.items()}
         for worker in self._cluster.processes.workers():
-            worker.seen.update(name for name in worker.dask_names if name in last)
+            worker.take_over(connected_names(self._cluster), gone_for)
         self._last_restart = max([0, *(restart.number for restart in self._link.board.restarts)])
         self._want_all(self._link.board.groups)
         self.journal = Journal(self._cluster.api, record)

@@ -6,11 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from dask_cml.options import SessionSize
+from dask_cml.scheduler.board import BoardGroup
 from dask_cml.sessions.session import Session
 from dask_cml.validation import validate
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class Report:
         The keeper's problem, as a clause.
     gave_up : mapping of str to str
         Why the keeper launches no more workers of some groups.
+    failures : mapping of str to int
+        The failures in a row of groups, after which the next keeper goes on.
+    start_times : mapping of str to float
+        How long sessions of groups take to start, in seconds.
     shortages : mapping of str to str
         Why the platform has launched only some workers of some groups.
     requests : mapping of str to int
@@ -41,6 +48,8 @@ class Report:
     sessions: Sequence[Mapping[str, Any]] = ()
     problem: str | None = None
     gave_up: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    start_times: Mapping[str, float] = field(default_factory=dict)
     shortages: Mapping[str, str] = field(default_factory=dict)
     requests: Mapping[str, int] = field(default_factory=dict)
     staying: Sequence[str] = ()
@@ -65,6 +74,14 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return it for a message."""
         return {**vars(self)}  # asdict() copies all of thousands of sessions
+
+    def current(self, reported: Mapping[str, T], groups: Mapping[str, BoardGroup]) -> dict[str, T]:
+        """Return what is reported of groups, but for those that users have changed since."""
+        return {
+            group: value
+            for group, value in reported.items()
+            if group in groups and self.requests.get(group, 0) >= groups[group].request
+        }
 
     def known_sessions(self) -> list[Session]:
         """Return the sessions, the scheduler's first."""

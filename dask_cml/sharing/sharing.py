@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import shlex
 import time
@@ -46,6 +47,7 @@ from dask_cml.sharing.follower import Follower
 from dask_cml.sharing.keeper import Keeper
 from dask_cml.sharing.link import BoardState, Link
 from dask_cml.sharing.outbox import Change, Outbox
+from dask_cml.sharing.report import Report
 from dask_cml.timing import timing
 from dask_cml.words import format_duration
 
@@ -209,7 +211,7 @@ class Sharing(Alone):
         keys = await asyncio.to_thread(make_keys, options, cluster.place)
         record = replace(self.new_record, options=options.arguments(), security=tls.paths(keys.security))
         self.record = record  # to remove it if this is cancelled
-        keeper = await self._make_keeper(record)
+        keeper = await self._make_keeper(record, self.link.board)
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
         self.outbox.clear()  # the first board has what is wanted so far
         board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
@@ -234,10 +236,16 @@ class Sharing(Alone):
                     f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
                 )
 
-    async def _make_keeper(self, record: Record) -> Keeper:
-        """Return what keeps the cluster here from now on. It gives no name that a session has had before."""
+    async def _make_keeper(self, record: Record, board: BoardState) -> Keeper:
+        """Return what keeps the cluster here from now on, by the board that the last keeper has left.
+
+        It gives no name that a session has had before.
+        """
         self._cluster.groups.given(await asyncio.to_thread(store.given_names, record))
-        self._cluster.launches.forget_failures()
+        if board.report:
+            report = Report.read(board.report)
+            failures = report.current(report.failures, board.groups)
+            self._cluster.launches.take_over(failures, report.gave_up, report.start_times)
         return Keeper(self._cluster, self.link, self.outbox, record)
 
     async def _connect(self) -> None:
@@ -446,12 +454,12 @@ class Sharing(Alone):
         record = await asyncio.to_thread(store.read_again, self.record)
         cluster.groups.take(board.groups)
         await cluster.connection.subscribe()
-        keeper = await self._make_keeper(record)
+        keeper = await self._make_keeper(record, board)
         async with cluster._lock:
             await self._follower.step()  # what was changed here is on the board then
             await keeper.succeed(record)
             self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
-        cluster.begin_looking()
+        cluster.begin_looking(heard_since=-math.inf)  # by others
         logger.info("Cluster %s managed by this process", record.name)
 
     async def _yield(self, keeper: Keeper) -> None:
@@ -574,7 +582,7 @@ class Sharing(Alone):
         groups = {name: BoardGroup(**group) for name, group in last.groups.items()}
         written, known = BoardState(last.revision, groups=groups, closing=last.closing), self.link.board
         self.outbox.drop(last.writers.get(self.link.id, 0))
-        keeper = self._keeper or await self._make_keeper(record)
+        keeper = self._keeper or await self._make_keeper(record, replace(known, groups=groups))
         newest = written if self._keeper is None else known
         # The lost scheduler may have answered a change, and ended before it wrote that.
         if last.number == cluster.place.number:

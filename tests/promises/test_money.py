@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from clusters import arrived, log_of, simulate
+from clusters import arrived, create_elsewhere, log_of, rebuild, simulate
 from distributed import Client, Worker
 from simulated.testing import eventually, simulated
+
+from dask_cml import CMLCluster
 
 
 def break_connection(dask_worker: Worker) -> None:
@@ -71,3 +73,30 @@ async def test_workers_that_the_user_ends_are_replaced_and_are_no_failures(it, e
 def workers(cluster):
     """The Dask workers that are connected."""
     return cluster.scheduler_info["workers"].values()
+
+
+# -- whoever manages the cluster
+
+
+async def gave_up(cluster: CMLCluster) -> None:
+    await eventually(lambda: "failures in a row" in (cluster.problem or ""), 300)
+
+
+@simulated
+async def test_a_manager_that_follows_launches_nothing_after_the_last_one_gave_up(it):
+    creator = await create_elsewhere(it, name="lab")
+    it.platform.doom("fails", times=100)
+    for n in range(3):
+        async with rebuild("lab") as cluster:
+            if n == 0:
+                cluster.scale(2)
+                await gave_up(cluster)
+                launched = it.platform.count("launch_workers")
+                creator.kill()
+            await asyncio.sleep(120)
+            await gave_up(cluster)
+            assert it.platform.count("launch_workers") == launched
+    async with rebuild("lab", shutdown_on_close=True) as cluster:
+        it.platform.heal()
+        cluster.scale(1)
+        await eventually(lambda: arrived(cluster) == 1, 300)

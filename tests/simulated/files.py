@@ -21,7 +21,7 @@ class Files:
     """Stands in for the module ``os``. Its attribute ``shutil`` does so for that module.
 
     A process that is dead changes nothing. One that is to end after a change ends there. Files that are
-    replaced are dated by the clock.
+    new or replaced are dated by the clock.
 
     Parameters
     ----------
@@ -51,6 +51,8 @@ class Files:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         opening = self._change(os.open) if flags & os.O_CREAT else os.open
         descriptor: int = opening(path, flags, *args, **options)
+        if flags & os.O_EXCL:  # it is new
+            self.utime(descriptor)
         return descriptor
 
     def _replace(self, old: Any, new: Any) -> None:
