@@ -7,7 +7,7 @@ import gc
 import threading
 
 import pytest
-from clusters import arrived, limits, log_of, rebuild, scheduler_of, simulate, target
+from clusters import arrived, create_elsewhere, limits, log_of, rebuild, scheduler_of, simulate, target
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
@@ -402,3 +402,15 @@ async def test_only_the_default_group_can_have_another_class(it):
         with pytest.raises(ValueError, match=r"invalid Adaptive=.*: expected a CMLAdaptive for the group"):
             cluster.adapt(Adaptive=Adaptive, worker_group="gpu")
         assert not cluster.groups.adapts("gpu")
+
+
+@simulated
+async def test_the_next_keeper_knows_how_long_sessions_take_to_start(it):
+    creator = await create_elsewhere(it, name="lab", n_workers=1, worker_groups={"gpu": {"n_workers": 1}})
+    async with rebuild("lab", shutdown_on_close=True) as cluster:
+        await eventually(lambda: arrived(cluster) == 2)
+        await asyncio.sleep(2)
+        creator.kill()
+        await eventually(lambda: cluster.keeps)
+        for group in ("default", "gpu"):
+            assert 0.5 < cluster.launches.start_time(group) < 30

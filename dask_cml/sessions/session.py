@@ -196,7 +196,8 @@ class CMLProcess(ProcessInterface):
             For how long its program has run, in seconds. None: it has not started yet.
         """
         self.api.adopt(session_id, self.plan.name)
-        status = "scheduling" if runs_for is None else "running"
+        waits = launch is not None and launch.waits
+        status = "running" if runs_for is not None else "scheduling" if waits else "starting"
         self.info = {"id": session_id, "status": status, "app_url": app_url}
         self.is_listed, self._has_run = False, runs_for is not None
         self._missing_since = None
@@ -205,9 +206,10 @@ class CMLProcess(ProcessInterface):
             self.owner, self.since = launch.owner, datetime.fromtimestamp(launch.launched, timezone.utc)
             self.plan = replace(self.plan, size=launch.size or self.plan.size)
         self.launched_at = time.monotonic() - _seconds_since(self.since)
-        # Of a session that the platform does not list here, the time limit of the queue counts, too.
-        waits = self.launched_at + self.options.pending_timeout
-        self._begun_at = waits if runs_for is None else time.monotonic() - runs_for
+        if runs_for is not None:
+            self._begun_at = time.monotonic() - runs_for
+        elif not waits:  # or it does, and the platform does not list it here
+            self._begun_at = self.launched_at + self.options.pending_timeout
         self.status = Status.running
 
     async def close(self) -> None:

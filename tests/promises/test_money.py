@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
-from clusters import arrived, create_elsewhere, log_of, rebuild, simulate
+from clusters import NOTEBOOK, arrived, create_elsewhere, log_of, rebuild, simulate
 from distributed import Client, Worker
 from simulated.testing import eventually, simulated
+from simulated.world import World
 
 from dask_cml import CMLCluster
 
@@ -100,3 +103,92 @@ async def test_a_manager_that_follows_launches_nothing_after_the_last_one_gave_u
         it.platform.heal()
         cluster.scale(1)
         await eventually(lambda: arrived(cluster) == 1, 300)
+
+
+@pytest.mark.parametrize("keeper_ends", [False, True])
+@simulated
+async def test_another_scheduler_launches_nothing_after_the_cluster_gave_up(it, keeper_ends):
+    creator = await create_elsewhere(it, name="lab")
+    async with rebuild("lab", shutdown_on_close=True) as cluster:
+        it.platform.doom("fails", times=5)
+        cluster.scale(1)
+        await gave_up(cluster)
+        launched = it.platform.count("launch_workers")
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        if keeper_ends:
+            creator.kill()
+        await eventually(lambda: "lab-scheduler" in it.platform.running, 300)
+        await asyncio.sleep(120)
+        await gave_up(cluster)
+        assert it.platform.count("launch_workers") == launched + 1
+        cluster.scale(1)
+        await eventually(lambda: arrived(cluster) == 1, 300)
+
+
+@simulated
+async def test_a_cluster_that_gave_up_launches_nothing_when_it_is_left_alone(it):
+    async with simulate(name="lab", security=True, shutdown_on_close=False) as cluster:
+        it.platform.doom("fails", times=100)
+        cluster.scale(1)
+        await gave_up(cluster)
+    launched = it.platform.count("launch_workers")
+    await asyncio.sleep(300)
+    assert it.platform.count("launch_workers") == launched
+    await (await rebuild("lab")).shutdown()
+
+
+#: A session to which the platform does not list the sessions of NOTEBOOK.
+ELSEWHERE = {"CDSW_ENGINE_ID": "elsewhere1234567"}
+
+
+async def manage(it: World, env: dict[str, str], seconds: float) -> None:
+    """Let another process manage the cluster for some seconds, in the session of this environment."""
+
+    async def connect() -> None:
+        async with rebuild("lab"):
+            await asyncio.sleep(seconds)
+
+    await it.process("manager", env).start(connect())
+
+
+@pytest.mark.parametrize("env", [NOTEBOOK, ELSEWHERE])
+@simulated
+async def test_a_queued_session_keeps_its_place_whoever_manages_the_cluster(it, env):
+    options = {"worker_timeout": 20, "pending_timeout": 60}
+    creator = await create_elsewhere(it, name="lab", n_workers=1, **options)
+    it.platform.configure({"sessions": 2}, waits_for_room=True)
+    async with rebuild("lab") as cluster:
+        cluster.scale(2)
+        await eventually(lambda: "lab-1" in {session.name for session in cluster.sessions})
+        await asyncio.sleep(30)
+    creator.kill()
+    launched = it.platform.count("launch_workers")
+    for _ in range(3):
+        await manage(it, env, 60)
+    assert it.platform.count("launch_workers") == launched == 3
+    it.platform.configure()
+    await manage(it, env, 30)
+    assert {"lab-0", "lab-1"} <= {*it.platform.running}
+    assert it.platform.count("launch_workers") == launched
+    await (await rebuild("lab")).shutdown()
+
+
+@pytest.mark.parametrize("env", [NOTEBOOK, ELSEWHERE])
+@simulated
+async def test_a_session_that_never_connects_is_replaced_although_the_managers_change(it, env):
+    it.platform.doom("silent", key="-0")
+    options = {"worker_timeout": 100, "pending_timeout": 60, "shutdown_on_close": False}
+    creator = it.process("creator", NOTEBOOK)
+    await creator.start(create_with_a_worker(options))
+    creator.kill()
+    begin = time.monotonic()
+    for _ in range(5):
+        await manage(it, env, 40)
+    assert "lab-1" in it.platform.running
+    assert time.monotonic() - begin < 230
+    await (await rebuild("lab")).shutdown()
+
+
+async def create_with_a_worker(options: dict[str, Any]) -> None:
+    async with simulate(name="lab", n_workers=1, **options):
+        pass
