@@ -1238,6 +1238,9 @@ class CMLCluster(SpecCluster):
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
 
+        If this process created the cluster, it runs on without a user, as with ``shutdown_on_close=False``:
+        until its ``idle_timeout``, :meth:`shutdown`, or the end of the session that launched it.
+
         If this process manages the cluster, it first carries out the last change, such as ``scale(0)``. It
         waits as long as sessions are launched or stopped, or move their data.
 

@@ -586,16 +586,16 @@ def test_shutdown_in_another_thread_while_the_cluster_is_being_left_shuts_it_dow
     [
         ({"orphan_timeout": 5, "scheduler_timeout": 90}, 90),
         ({"orphan_timeout": 100, "scheduler_timeout": 90}, 100),
-        # It is never an orphan after that.
-        ({"orphan_timeout": "never", "scheduler_timeout": 90}, 300),
-        ({"orphan_timeout": "never", "scheduler_timeout": 900}, 900),
+        ({"orphan_timeout": "never", "scheduler_timeout": 90}, None),
+        ({"orphan_timeout": 5, "shutdown_on_close": False}, None),
     ],
 )
 @simulated
 async def test_a_scheduler_waits_for_its_creator_as_long_as_the_start_may_take(it, options, patience):
-    async with simulate(name="made", **options):
+    async with simulate(name="made", **options) as cluster:
         content = json.loads((state_directory() / "made" / board_file(0)).read_text())
         assert content["patience"] == patience
+        await cluster.shutdown()
 
 
 @pytest.mark.slow

@@ -575,27 +575,44 @@ def cluster(folder, until, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
-def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, folder, end):
+def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, folder):
     scheduler, worker, address = cluster
-
-    async def wait_alone(dask_scheduler):
-        """Wait until nobody watches, and for longer than the timeout after that."""
-        watchers = dask_scheduler.plugins["dask-cml"]._watchers
-        while watchers.has("keeper"):
-            await asyncio.sleep(0.05)
-        later = time.monotonic() + 2
-        while time.monotonic() < later:
-            await asyncio.sleep(0.05)
-
     with process("-c", WATCHER, address, stdout=subprocess.PIPE) as watcher:
         assert watcher.stdout.readline() == b"there\n"
         with Client(address) as client:
             client.wait_for_workers(1)
-            watcher.send_signal(end)
-            client.run_on_scheduler(wait_alone)
+            watcher.kill()
+            client.run_on_scheduler(silence())
             assert client.submit(sum, [1, 2]).result(120) == 3
             assert scheduler.poll() is worker.poll() is None
         assert scheduler.wait(120) == 0
         assert worker.wait(120) == 0
     assert "orphaned: no process and no client has used it for 1 s" in (folder / "scheduler.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_keeps_the_cluster_until_it_is_killed(cluster):
+    scheduler, _, address = cluster
+    with process("-c", WATCHER, address, stdout=subprocess.PIPE) as watcher:
+        assert watcher.stdout.readline() == b"there\n"
+        with Client(address, name="Client-worker") as client:  # which is no user
+            watcher.send_signal(signal.SIGSTOP)
+            client.run_on_scheduler(silence())
+            assert scheduler.poll() is None
+        watcher.kill()
+        assert scheduler.wait(120) == 0
+
+
+def silence():
+    """Return a function for the scheduler, which has no modules of the tests."""
+
+    async def wait(dask_scheduler):
+        """Wait until no process has answered for longer than the orphan's time-out."""
+        watchers = dask_scheduler.plugins["dask-cml"]._watchers
+        while watchers.answers("keeper"):
+            await asyncio.sleep(0.05)
+        later = time.monotonic() + 2
+        while time.monotonic() < later:
+            await asyncio.sleep(0.05)
+
+    return wait

@@ -110,7 +110,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._resident = Resident(self._cluster, self._file.folder)
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
         self._keeper_until = time.monotonic() + timing.first_lease
-        self._watchers = Watchers(scheduler.clients, begin.get("patience"), inside_name(self._record))
+        self._watchers = Watchers(scheduler.client_comms, begin.get("patience"), inside_name(self._record))
         self._orphan_timeout = begin.get("orphan_timeout")
         self._restarts = int(begin.get("restarts", 0))
         self._activity = validate(begin.get("activity", {}), Activity, "activity")
@@ -346,7 +346,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     @checked
     def lease(self, watcher: Watcher, take: bool, who: Text | None = None) -> dict[str, Any]:
         """Give the lease to a watcher if nobody has it, or take it back from the keeper. Return the board."""
-        if take and self._board.keeper is None and self._watchers.has(watcher):
+        if take and self._board.keeper is None and self._watchers.answers(watcher):
             self._manager = who
             self._keep(watcher)
         elif not take and self._board.keeper == watcher:
@@ -419,7 +419,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         now = time.monotonic()
         self._watchers.update(now, clients_in_sessions(self._scheduler))
         keeper = self._board.keeper
-        if keeper is not None and not self._watchers.has(keeper) and now > self._keeper_until:
+        if keeper is not None and not self._watchers.answers(keeper) and now > self._keeper_until:
             self._keep(None)
         n_users = self._watchers.n_users
         if n_users != self._known_users:
@@ -428,7 +428,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._publish()
         self._resident.check(self._lives_on and not n_users and self._board.keeper is None)
         reason = self._lifetime.check(now)
-        if self._watchers.is_orphan(now):
+        if self._watchers.is_orphan:
             reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
         elif self._waits_in_vain(now):
             reason = (
@@ -449,7 +449,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         is_kept = self._board.keeper is not None
         launched = is_kept and any(session.get("role") == "worker" for session in sessions)
         # A process that only shows clusters keeps this one if its user has changed it.
-        has_user = self._known_users or (is_kept and self._manager != WHO)
+        has_user = self._watchers.has_user or (is_kept and self._manager != WHO)
         has_help = launched or has_user or self._scheduler.workers
         if is_idle or has_help or not self._scheduler.idle_timeout:
             self._waiting_since = None

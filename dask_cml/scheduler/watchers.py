@@ -7,40 +7,44 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from distributed.batched import BatchedSend
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
-from distributed.scheduler import ClientState, Scheduler
+from distributed.scheduler import Scheduler
 
 from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
-_LATE = 2.0
-#: Seconds after which a client with a silent network counts as disconnected. Clients send a heartbeat every
-#: 5 s, or less often if there are very many.
-_CLIENT_SILENCE = 60.0
-#: Not users' programs: Dask's own client for tasks that nobody waits for, and clients of tasks in workers.
-_NO_USERS = ("fire-and-forget", "Client-worker-")
+#: Seconds between two looks that count at most. During a longer pause of the process or its event loop,
+#: nobody could connect or be heard.
+_LONGEST_STEP = 2.0
+#: Not users' programs: Dask's own clients of tasks in workers.
+_NO_USERS = "Client-worker-"
 
 
 @dataclass
 class _Watcher:
     counts: bool
     comm: Comm
-    heard: float
-
-    def is_here(self, now: float) -> bool:
-        return not self.comm.closed() and now - self.heard <= timing.lease
+    #: Seconds since its last message, without pauses of this process.
+    silent: float = 0.0
 
 
 class Watchers:
-    """Tracks who watches the board, which clients are connected, and since when there is nobody.
+    """Tracks who watches the board, which clients are connected, and for how long there has been nobody.
+
+    An open connection is a sign of life, however silent: a long cell, or code in C that holds the
+    interpreter, keeps a process from sending anything. If its machine or network is gone, the kernel here
+    closes the connection after about 30 s, with TLS, too: distributed.comm.tcp.set_tcp_timeout, by Dask's
+    setting ``distributed.comm.timeouts.tcp``. The sidecar of a mesh keeps its own connection to this process
+    open until its idle time-out, an hour in Istio: there, an orphan whose machine is gone lives for as long.
 
     Parameters
     ----------
-    clients : mapping of str to ClientState
-        The scheduler's clients, which may change.
+    client_comms : mapping of str to BatchedSend
+        The connections of the scheduler's clients, which may change.
     timeout : float or None
         Time without a watcher and a client after which a cluster is an orphan, in seconds. None: never.
     inside : str
@@ -48,14 +52,13 @@ class Watchers:
         the cluster for ever.
     """
 
-    def __init__(self, clients: Mapping[str, ClientState], timeout: float | None, inside: str) -> None:
+    def __init__(self, client_comms: Mapping[str, BatchedSend], timeout: float | None, inside: str) -> None:
         self.timeout = timeout
-        self._scheduler_clients = clients
+        self._client_comms = client_comms
         self._inside = f"-{inside}-"
         self._watchers: dict[str, _Watcher] = {}
-        #: When a client's last message was first seen, by the client's name and the time of that message.
-        self._clients: dict[tuple[str, float], float] = {}
-        self._alone_since: float | None = None
+        #: Seconds without a watcher and a client, without pauses of this process.
+        self._alone = 0.0
         self._updated = time.monotonic()
 
     def hear(self, watcher: str, counts: bool, comm: Comm) -> None:
@@ -72,22 +75,29 @@ class Watchers:
         """
         if watcher not in self._watchers:
             logger.info("Process %s watches from %s", watcher, comm.peer_address)
-        self._watchers[watcher] = _Watcher(counts, comm, time.monotonic())
+        self._watchers[watcher] = _Watcher(counts, comm)
         if counts:
-            self._alone_since = None
+            self._alone = 0.0
 
-    def has(self, watcher: str) -> bool:
-        """Return whether the watcher with this id is here."""
-        return watcher in self._watchers and self._watchers[watcher].is_here(time.monotonic())
+    def answers(self, watcher: str) -> bool:
+        """Return whether the watcher with this id is connected and has sent a message lately."""
+        return watcher in self._watchers and self._answers(self._watchers[watcher])
+
+    def _answers(self, watcher: _Watcher) -> bool:
+        return not watcher.comm.closed() and watcher.silent <= timing.lease
 
     @property
     def n_users(self) -> int:
-        """How many of the watchers are users' processes, as long as one of which the cluster is no orphan."""
-        now = time.monotonic()
-        return sum(watcher.counts and watcher.is_here(now) for watcher in self._watchers.values())
+        """How many users' processes answer, and so can keep the cluster."""
+        return sum(watcher.counts and self._answers(watcher) for watcher in self._watchers.values())
+
+    @property
+    def has_user(self) -> bool:
+        """Whether a user's process is connected, however silent."""
+        return any(watcher.counts and not watcher.comm.closed() for watcher in self._watchers.values())
 
     def update(self, now: float, in_sessions: Collection[str] = ()) -> None:
-        """Forget the watchers that have left. Note since when the cluster is an orphan.
+        """Forget the watchers that have left. Note for how long nobody has used the cluster.
 
         Parameters
         ----------
@@ -96,34 +106,30 @@ class Watchers:
         in_sessions : collection of str
             The names of more clients in the cluster's own sessions.
         """
-        is_late = now - self._updated > _LATE
+        step = min(now - self._updated, _LONGEST_STEP)
         self._updated = now
-        before = {} if is_late else self._clients
-        self._clients = {}
-        for name, client in self._scheduler_clients.items():
-            if not name.startswith(_NO_USERS) and self._inside not in name and name not in in_sessions:
-                # Not the age of last_seen, which would be wrong after the clock is set.
-                message = name, client.last_seen
-                self._clients[message] = before.get(message, now)
-        if is_late:
-            # The process or its event loop was stopped: messages from that time arrive only now.
-            self._alone_since = None
-            for watcher in self._watchers.values():
-                watcher.heard = now
-        for name in [name for name, watcher in self._watchers.items() if not watcher.is_here(now)]:
-            logger.info("Process %s watches no more", name)
-            del self._watchers[name]
-        has_clients = any(now - heard <= _CLIENT_SILENCE for heard in self._clients.values())
-        if has_clients or any(watcher.counts for watcher in self._watchers.values()):
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = now
+        for name, watcher in [*self._watchers.items()]:
+            watcher.silent += step
+            if watcher.comm.closed():
+                logger.info("Process %s watches no more", name)
+                del self._watchers[name]
+        if self.has_user or self._has_client(in_sessions):
+            self._alone = 0.0
+        else:
+            self._alone += step
 
-    def is_orphan(self, now: float) -> bool:
-        """Return whether the cluster has had neither a watcher nor a client for the whole time-out."""
-        if self.timeout is None or self._alone_since is None:
-            return False
-        return now - self._alone_since >= self.timeout
+    def _has_client(self, in_sessions: Collection[str]) -> bool:
+        """Return whether a user's client is connected, however silent."""
+        for name, client in self._client_comms.items():
+            is_inside = name.startswith(_NO_USERS) or self._inside in name or name in in_sessions
+            if not is_inside and client.comm is not None and not client.comm.closed():
+                return True
+        return False
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the cluster has had neither a watcher nor a client for the whole time-out."""
+        return self.timeout is not None and self._alone >= self.timeout
 
 
 def clients_in_sessions(scheduler: Scheduler) -> set[str]:

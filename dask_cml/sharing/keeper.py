@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = Logger(__name__)
 
-#: Seconds for which a scheduler waits for its first watcher, if it is never an orphan later.
-_FIRST_PATIENCE = 300.0
 #: Maximum number of events that the scheduler does not know yet.
 _MOST_EVENTS = 10_000
 
@@ -351,7 +349,11 @@ class Keeper:
         self.journal = Journal(self._cluster.api, record)
 
     def first_board(
-        self, groups: Mapping[str, Mapping[str, Any]] | None = None, **fields: Any
+        self,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        orphan_timeout: float | None,
+        **fields: Any,
     ) -> dict[str, Any]:
         """Return what the next scheduler begins with, see :mod:`dask_cml.scheduler.plugin`.
 
@@ -359,18 +361,21 @@ class Keeper:
         ----------
         groups : mapping of str to mapping, optional
             The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`. Default: the groups here.
+        orphan_timeout : float or None
+            Time without a user after which the cluster ends, in seconds. None: never.
         **fields
             Other fields of the scheduler's file.
         """
-        options = self._cluster.groups.options()
+        scheduler_timeout = self._cluster.options.scheduler_timeout
         return {
             "cluster": self._record.name,
             "record": self._record.id,
             "keeper": self._link.id,
             "manager": self._cluster.sharing.who,
             "created": self._record.created.isoformat(),
+            "orphan_timeout": orphan_timeout,
             # The keeper connects after it has launched all workers.
-            "patience": max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout),
+            "patience": None if orphan_timeout is None else max(orphan_timeout, scheduler_timeout),
             "groups": self._groups_to_json() if groups is None else groups,
             **fields,
         }

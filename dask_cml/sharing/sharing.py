@@ -658,8 +658,13 @@ class Sharing(Alone):
         return [] if self._follower is None else self._follower.untaken
 
     async def write_last(self) -> None:
-        """Write on the board what users of this process have changed, before it leaves."""
+        """Write on the board what users of this process have changed, before it leaves.
+
+        A cluster that its creator leaves runs on without a user, whatever ``shutdown_on_close`` was.
+        """
         try:
+            if self.record is not None and not self.connects:
+                await self.never_orphan()
             await self.written()
         except (*NO_ANSWER, CMLError, ValueError) as error:  # the scheduler refuses a change, for example
             name = self._cluster.options.name

@@ -25,6 +25,8 @@ from .clock import VirtualLoop
 
 _process: contextvars.ContextVar[SimulatedProcess | None] = contextvars.ContextVar("process", default=None)
 _pids = itertools.count(100_000)
+#: Seconds after which a kernel closes a connection that nobody acknowledges, by Dask's configuration.
+_KERNEL_TIMEOUT = 30.0
 
 
 class Killed(BaseException):
@@ -144,6 +146,11 @@ class SimulatedProcess:
         """Let the process do nothing any more, as when its machine fails."""
         if self.runs:
             self.state = "frozen"
+
+    def lose_machine(self) -> None:
+        """Let the process do nothing any more. After some time, the others' kernels close its connections."""
+        self.freeze()
+        self._soon(_KERNEL_TIMEOUT, self._break_connections)
 
     def pause(self, seconds: float, threads: bool = True) -> None:
         """Let the process do nothing for some seconds, as SIGSTOP and SIGCONT do.
