@@ -22,22 +22,20 @@ from clusters import (
     arrived,
     limits,
     sessions,
-    simulate,
     target,
     write_record,
 )
 from ports import free_port
 from schedulers import prepare, scheduler_in
-from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
 from testbed import faults
 
 import dask_cml
-from dask_cml import CMLCluster, CMLError, cli
-from dask_cml.cli import change, console, show
+from dask_cml import CMLCluster, cli
+from dask_cml.cli import console, show
 from dask_cml.layout import LOGS_FOLDER, scheduler_file
 from dask_cml.observers import ObservedCluster
-from dask_cml.options import Options, setting, state_directory
+from dask_cml.options import setting, state_directory
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
@@ -107,51 +105,6 @@ def add_stale(name, **more):
 # -- a cluster's life
 
 
-def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
-    monkeypatch.setenv("CDSW_ENGINE_ID", "mysession")
-    out, err = shell("create", "--name", "mine", "--n-workers", 1, "--env", "A=B=C",
-                     "--worker-args", "--lifetime '10 h'")  # fmt: skip
-    assert out == "mine\n"
-    assert err.endswith("can run until session mysession ends, or until it is idle for 60 min.\n")
-    assert err.startswith("Cluster mine started in ")
-    assert "\nAddress: cml://mine\nDashboard: http" in err
-    options = store.read("mine").options
-    assert options["env"]["A"] == "B=C"
-    assert options["worker_args"] == ["--lifetime", "10 h"]
-    assert options["idle_timeout"] == 3600
-
-    assert run("scale", "mine", 2) == "Cluster mine scaled to 2 workers\n"
-    until(lambda: listed("mine")["workers"] == 2)
-    row = listed("mine")
-    assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
-    assert row["memory"] == 2 * int(Options.read(**options).worker_memory * 2**30)
-    header, line = run("list").splitlines()
-    assert " ".join(header.split()) == "name status workers threads memory tasks by age dashboard"
-    assert line.split()[:4] == ["mine", "running", "2", "2"]
-    until(lambda: "idle for" in run("list"))
-    ends = "ends       after 60 min without tasks; with session mysession\n"
-    assert ends in run("info", "mine")
-
-    about = json.loads(run("info", "mine", "--json"))
-    assert set(about["sessions"].values()) == {"scheduler", "mine-0", "mine-1"}
-    assert set(about["sessions"]) == set(live(platform))
-    assert about["owners"] == dict.fromkeys(about["sessions"], "mysession")
-    assert about["security"] is True
-    assert "mine-1  ends with the session mysession" in run("info", "mine")
-    logs = run("logs", "mine")
-    assert re.findall(r"==> (.*) <==", logs) == ["Scheduler", "mine-0", "mine-1"]
-    assert "Scheduler at" in logs
-
-    assert "existing clusters: 'mine'" in run("info", "other", code=1)
-    assert "already" in run("create", "--name", "mine", code=1)
-    assert "existing clusters: 'mine'" in run("delete", "mine", "other", code=1)
-    assert len(live(platform)) == 3
-
-    assert run("delete", "mine") == "Cluster mine deleted\n"
-    assert not live(platform)
-    assert store.records() == []
-
-
 @pytest.mark.slow
 def test_create_prints_the_link_of_a_dashboard_that_outlives_the_command(left_by_create, until):
     [line] = [line for line in left_by_create.splitlines() if line.startswith("Dashboard: ")]
@@ -199,20 +152,6 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     assert "1 of 3 workers launched" in error
     assert "exceeded quota" in error
     run("delete", "--all")
-
-
-@simulated
-async def test_scale_fails_with_the_reason_of_a_refusal_but_not_with_that_of_an_earlier_one(it):
-    with dask.config.set({"cml.quota-retry": "1h"}):
-        async with simulate(name="lab") as cluster:
-            it.platform.configure({"sessions": 2})
-            for _ in range(2):
-                with pytest.raises(CMLError, match=r"^the cluster lab has 1 of 3 workers launched: .*quota"):
-                    await change.scale.callback("lab", 3, "default", 600.0)
-            assert target(cluster) == 3
-            it.platform.configure()
-            await change.scale.callback("lab", 3, "default", 600.0)
-            assert arrived(cluster) == 3
 
 
 def test_create_names_a_command_and_delete_notes_a_reason_in_the_history():
@@ -309,50 +248,12 @@ def test_commands_refuse_more_than_a_limit_and_adapt_without_a_maximum_takes_it(
         assert run("adapt", "mine", 0) == "Cluster mine adapts between 0 and 2 workers\n"
 
 
-def test_ctrl_c_in_create_reports_the_stopped_sessions_and_leaves_none(platform, until):
-    platform.configure(start_delay=60)
-    try:
-        with started("create", "--n-workers", 1) as process:
-            until(lambda: len(platform.sessions()) == 2)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(120) == 130
-            assert process.stdout.read() == ""
-            assert process.stderr.read() == "Interrupted: 2 sessions stopped\n"
-    finally:
-        platform.configure(start_delay=0)
-    assert all(session["stop_requested"] for session in platform.sessions())
-    assert store.records() == []
-
-
 def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
     options = {"platform": "local", "scheduler_args": ["--no-dashboard"]}
     scheduler = SchedulerState(address=f"tcp://127.0.0.1:{free_port()}", app_url="https://a/")
     write_record(Record("a", maker=NOBODY, options=options, scheduler=scheduler))
     assert listed("a")["dashboard"] is None
     assert "https://a/" not in run("list")
-
-
-@simulated
-async def test_list_and_info_show_the_problem(it, capsys):
-    with dask.config.set({"cml.failure-limit": 1}):
-        async with simulate(name="lab") as cluster:
-            it.platform.doom("fails")
-            cluster.scale(1)
-            await eventually(lambda: store.read("lab").scheduler.workers.problem)
-            await show.list_clusters.callback(False)
-            assert "\nProblem of lab: no new workers after 1 failures in a row: " in capsys.readouterr().out
-            await show.info.callback("lab", False)
-            lines = capsys.readouterr().out.splitlines()
-            assert [line.split()[0] for line in lines[:3]] == ["name", "status", "problem"]
-            assert "no new workers after 1 failures in a row: " in lines[2]
-
-
-def test_info_needs_no_name_of_the_only_cluster():
-    assert "No clusters. Create one: " in run("info", code=2)
-    add_record("lab")
-    assert run("info").splitlines()[0].split() == ["name", "lab"]
-    add_record("night")
-    assert "expected the name of a cluster: lab, night" in run("info", code=2)
 
 
 def test_a_session_of_the_local_platform_ends_with_no_other_session():
@@ -605,37 +506,6 @@ def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypat
 
 
 @pytest.mark.slow
-def test_a_project_without_clusters_says_how_to_create_one():
-    assert shell("list") == ("", "No clusters. Create one: dask cml create --n-workers 2\n")
-    assert shell("list", "--json") == ("[]\n", "")
-    assert shell("prune") == ("", "No dead clusters.\n")
-
-
-@pytest.mark.slow
-def test_stale_records_say_so_and_are_pruned(platform, monkeypatch):
-    monkeypatch.setattr(operations, "describe", functools.partial(DESCRIBE, timeout=0.5, patience=0.5))
-    code = "import time; time.sleep(600)"
-    scheduler, worker, other = (session["id"] for session in platform.launch_workers(3, 1, 1, code=code))
-    add_stale("left", launches=sessions(**{scheduler: "scheduler", worker: "left-0"}))
-    add_stale("doubtful", launches=sessions(**{other: "scheduler"}))
-    platform.evict(scheduler)
-    write_record(Record("begun", options={"platform": "local"}))
-    status = {row["name"]: row["status"] for row in json.loads(run("list", "--json"))}
-    assert status == {"left": "stale", "begun": "starting", "doubtful": "not answering"}
-    assert re.search(r"left +stale +- +- +- +- +- +\d+ s +-", run("list"))
-    with dask.config.set({"distributed.comm.timeouts.connect": "0.1s"}):
-        assert "which has ended: its scheduler's session" in run("scale", "left", 1, code=1)
-    out, err = shell("prune")
-    assert out == "Cluster left deleted\n"
-    assert "Cluster doubtful skipped: its scheduler at tls://127.0.0.1" in err
-    assert "`dask cml delete begun`" in err
-    assert live(platform) == [other]
-    assert [record.name for record in store.records()] == ["begun", "doubtful"]
-    run("delete", "--all")
-    assert store.records() == []
-
-
-@pytest.mark.slow
 def test_a_cluster_whose_sessions_cannot_be_stopped_keeps_its_record(platform):
     [session] = platform.launch_workers(1, 1, 1, name="kept", code="import time; time.sleep(600)")
     add_stale("kept", launches=sessions(**{session["id"]: "scheduler"}))
@@ -648,13 +518,6 @@ def test_a_cluster_whose_sessions_cannot_be_stopped_keeps_its_record(platform):
     assert [record.name for record in store.records()] == ["kept"]
     faults.clear()
     run("delete", "kept")
-
-
-@pytest.mark.parametrize("arguments", [(), ("name", "--all")])
-def test_delete_wants_names_or_all(arguments):
-    assert "expected names of clusters, such as `dask cml delete night`, or --all" in run(
-        "delete", *arguments, code=2
-    )
 
 
 async def test_deleting_a_cluster_without_keys_ends_no_other_scheduler_at_its_address(tmp_path):

@@ -532,14 +532,6 @@ def test_logs_are_read_by_the_name_unless_a_later_cluster_has_it(platform):
     assert history.where_logs_are(lab) == str(folder)
 
 
-def test_info_names_the_history_of_a_cluster_that_has_ended(platform):
-    write_two()
-    result = CliRunner().invoke(cli.cml, ["info", "night"])
-    assert result.exit_code == 1
-    assert result.output.endswith("no clusters exist. It has ended: run `dask cml history night`\n")
-    assert "history" not in CliRunner().invoke(cli.cml, ["info", "day"]).output
-
-
 def test_the_list_is_limited_to_a_time_and_a_user(platform):
     write_two()
     assert [cluster["name"] for cluster in json.loads(run("--since", "7d", "--json"))] == ["lab"]
