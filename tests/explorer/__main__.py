@@ -10,8 +10,8 @@ import statistics
 import time
 
 from .episode import Outcome
-from .play import USUAL, play_quietly, prepare
-from .schedule import MORE
+from .play import play_quietly, prepare
+from .schedule import MORE, USUAL
 
 #: Episodes after which the figures so far are printed.
 _OFTEN = 1000

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import click
+from clusters import found_by_dask_ctl
 from distributed import Client, KilledWorker
 from distributed.core import Status
 from simulated.faults import UnexpectedError
@@ -317,6 +318,21 @@ class Command(Actor):
 
     async def _adapt(self, minimum: int, maximum: int, group: str) -> None:
         await _program_of(change.adapt)(NAME, minimum, maximum, group)
+
+    async def _monitor(self, times: int, seconds: float) -> None:
+        """Connect every ten seconds, as a script does that watches the cluster."""
+        for _ in range(times):
+            async with CMLCluster.from_name(NAME, **_QUIET):
+                await asyncio.sleep(seconds)
+            await asyncio.sleep(10.0 - seconds)
+
+    async def _ctl_list(self, times: int, seconds: float) -> None:
+        """List the clusters every ten seconds, as dask-ctl does."""
+        for _ in range(times):
+            for cluster in await found_by_dask_ctl():
+                async with cluster:
+                    await asyncio.sleep(seconds)
+            await asyncio.sleep(10.0 - seconds)
 
     async def _add(self, name: str, n: int) -> None:
         await _program_of(change.add_group)(NAME, name, 120.0, n_workers=str(n))

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from clusters import is_keeper
 from distributed.core import Status
-from simulated.faults import CALM
+from simulated.faults import CALM, Weather
+from simulated.process import SimulatedProcess
 from simulated.session import SimulatedSession
 from simulated.world import World
 
@@ -71,7 +73,7 @@ class Episode:
         self.commands = 0
         self.outcome = Outcome()
         self.log = CapturedLog(self.outcome.story)
-        self._losing: list[asyncio.Task[None]] = []
+        self._later: list[asyncio.Task[None]] = []
         #: Why the cluster may have ended.
         self.ends: list[str] = []
         #: Who was paused, or had no network, for a while. Meanwhile the cluster may be an orphan.
@@ -215,7 +217,7 @@ class Episode:
     def _lose_schedulers(self, ages: tuple[float, ...]) -> None:
         """Evict the scheduler now, and the next ones so many seconds after their launch."""
         self._evict_scheduler()
-        self._losing.append(asyncio.create_task(self._lose_next(ages[1:])))
+        self._later.append(asyncio.create_task(self._lose_next(ages[1:])))
 
     async def _lose_next(self, ages: tuple[float, ...]) -> None:
         for age in ages:
@@ -253,6 +255,69 @@ class Episode:
             process = processes[running[i % len(running)]]
             process.start(connect_in_a_task(process, kind))
 
+    def _restart(self, who: str, after: float, how: str) -> None:
+        """Restart the kernel of a notebook, which then uses the cluster again."""
+        if who in self.actors and self.actors[who].runs:
+            self.away.add(who)
+            self.actors[who].kill()
+            self._later.append(asyncio.create_task(self._begin_again(who, after, how)))
+
+    async def _begin_again(self, who: str, after: float, how: str) -> None:
+        await asyncio.sleep(after)
+        self.note(f"{who}: {how} after its restart")
+        self.do(who, how, ())
+
+    def _keeper_leaves(self) -> None:
+        """Let the notebook leave that manages the cluster, whatever it is doing."""
+        for actor in self.actors.values():
+            if isinstance(actor, Notebook) and actor.open is not None and is_keeper(actor.open):
+                self.away.add(actor.name)
+                actor.leave(actor.open)
+
+    def _leave_alone(self, _: float, at_once: bool) -> None:
+        """Let all users leave the cluster, or kill them."""
+        for actor in self.actors.values():
+            if not isinstance(actor, User) or not actor.runs:
+                continue
+            self.away.add(actor.name)
+            if at_once:
+                actor.kill()
+            elif isinstance(actor, Page):
+                actor.close()
+            elif isinstance(actor, Notebook) and actor.open is not None:
+                actor.leave(actor.open)
+
+    def _residents(self) -> list[SimulatedProcess]:
+        """Return the processes that keep the cluster in its schedulers' sessions."""
+        return [process for process in self.world.processes if process.name.startswith("resident")]
+
+    def _kill_resident(self) -> None:
+        for process in self._residents():
+            process.kill()
+
+    def _freeze_resident(self) -> None:
+        for process in self._residents():
+            process.freeze()
+
+    def _pause_resident(self, seconds: float) -> None:
+        for process in self._residents():
+            process.pause(seconds)
+
+    def _forbid_launches(self) -> None:
+        """Let no session launch others that was launched itself, from now on."""
+        self.platform.may_launch = lambda caller: caller not in self.platform.all
+
+    def _outage(self, seconds: float, refuses: bool) -> None:
+        """Let the platform answer nobody, and break the network of all users."""
+        self._later.append(asyncio.create_task(self._end_outage(seconds, self.world.luck.weather)))
+        self.world.luck.weather = WEATHERS["outage"]
+        for name in [*self.actors]:
+            self._cut_off(name, seconds, refuses)
+
+    async def _end_outage(self, seconds: float, weather: Weather) -> None:
+        await asyncio.sleep(seconds)
+        self.world.luck.weather = weather
+
     def _wait(self) -> None:
         """Do nothing: other things go on."""
 
@@ -273,7 +338,7 @@ class Episode:
     def heal(self) -> None:
         """Nothing goes wrong any more."""
         self.note("all faults stop")
-        for task in self._losing:
+        for task in self._later:
             task.cancel()
         for process in self.world.processes:
             process.resume()

@@ -19,10 +19,7 @@ from simulated.world import World, world
 
 from .episode import Episode, Outcome
 from .log import isolated_loggers
-from .schedule import MORE, schedule_of
-
-#: What of the schedule's further steps happens in all episodes.
-USUAL = tuple(MORE)
+from .schedule import USUAL, schedule_of
 
 # Dask removes the scratch folders of killed processes when Python exits, which logs that they are gone.
 logging.getLogger("distributed.diskutils").setLevel(logging.CRITICAL)

@@ -125,7 +125,7 @@ class _Writer:
             "n_workers": chance.randrange(4),
             "cpu": processes,
             "processes": processes,
-            "shutdown_on_close": chance.random() < 0.8,
+            "shutdown_on_close": chance.random() < (0.2 if NIGHT & {*self.more} else 0.8),
         }
         self.groups = ["default"]
         if chance.random() < 0.4:
@@ -216,6 +216,16 @@ class _Writer:
             return chance.choice(["A", "A", "B", "page"]), self.seconds(300), chance.random() < 0.3
         if what == "connect in a task":
             return chance.randrange(8), chance.choice(["cluster", "cluster that scales", "client"])
+        if what in ("run monitor", "run ctl list"):
+            return chance.randint(1, 6), chance.uniform(0.0, 2.0)
+        if what == "restart":
+            return chance.choice("AAB"), chance.uniform(0.0, 20.0), chance.choice(["connect", "reopen"])
+        if what == "leave alone":
+            return self.seconds(90), chance.random() < 0.5
+        if what == "pause resident":
+            return (self.seconds(200),)
+        if what == "outage":
+            return self.seconds(200), chance.random() < 0.5
         if what == "add_by_hand":
             return (chance.choice([None, 3]),)
         if what == "renew_group":
@@ -273,9 +283,20 @@ MORE: dict[str, dict[str, float]] = {
     "names": {},
     "groups": {"renew_group": 4.0},
     "page": {"open page": 5.0, "delete in page": 0.3},
+    "passers-by": {"run monitor": 6.0, "run ctl list": 3.0},
+    "restarts": {"restart": 5.0},
+    "leaving": {"keeper leaves": 5.0},
+    "alone": {"leave alone": 6.0},
+    "residents": {"leave alone": 5.0, "kill resident": 2.0, "freeze resident": 1.0, "pause resident": 2.0},
+    "forbidden": {"leave alone": 5.0, "forbid launches": 3.0},
+    "blackouts": {"outage": 4.0},
 }
+#: What of it happens in all episodes. The rest finds faults that are known.
+USUAL = ("pauses", "busy", "outages", "tasks", "by hand", "names", "groups", "page")
+#: What of it is about clusters that live on without their creator.
+NIGHT = {"passers-by", "alone", "residents", "forbidden"}
 #: Steps that take their time.
-_LASTING = ("pause", "pause scheduler", "cut off")
+_LASTING = ("pause", "pause scheduler", "cut off", "leave alone", "pause resident", "outage")
 _ACTORS = {
     **dict.fromkeys(("scale", "adapt", "add_group", "delete_group", "remove"), "user"),
     **dict.fromkeys(("add_by_hand", "renew_group"), "user"),
@@ -284,4 +305,5 @@ _ACTORS = {
     **dict.fromkeys(("connect", "leave"), "B"),
     **dict.fromkeys(("open page", "close page"), "page"),
     **dict.fromkeys([step for step in _STEPS if step.startswith("run ")], "command"),
+    **dict.fromkeys(("run monitor", "run ctl list"), "command"),
 }

@@ -85,6 +85,8 @@ class SimulatedPlatform(PlannedFaults):
         self.under_way = self.most_at_once = 0
         self.all: dict[str, SimulatedSession] = {}
         self.quota: dict[str, float] = {}
+        #: Whether a session may launch others, by its id.
+        self.may_launch: Callable[[str], bool] = lambda caller: True
         self.first_status = "scheduling"
         self.launch_workers = self._newer_launch if named else self._older_launch
         self._lists: dict[str, deque[tuple[float, list[str]]]] = {}
@@ -315,6 +317,8 @@ class SimulatedPlatform(PlannedFaults):
         """Return the answer if a launch is refused. A half-made session is stopped by its ``engineId``."""
         if self._refusals:
             return self._refusals.popleft()
+        if not self.may_launch(self.caller()):
+            return {"message": "not allowed", "k8sMessage": "", "engineId": ""}
         if not self.waits_for_room and (resource := self.exceeded(session)):
             words = f"exceeded quota: {resource}, limited: {self.quota[resource]:g}"
             return {"message": "failed to launch", "k8sMessage": words, "engineId": ""}
