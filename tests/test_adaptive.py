@@ -7,7 +7,7 @@ import gc
 import threading
 
 import pytest
-from clusters import arrived, create_elsewhere, limits, log_of, rebuild, scheduler_of, simulate, target
+from clusters import arrived, create_elsewhere, limits, rebuild, scheduler_of, simulate, target
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
@@ -136,31 +136,6 @@ async def test_a_question_without_an_answer_does_not_end_adapting(it, fault, cap
         assert target(cluster) == 1
         scheduler.handlers["cml_demand"] = work.answer
         await eventually(lambda: arrived(cluster) == 3)
-
-
-@simulated
-async def test_adapting_asks_for_no_more_sessions_than_the_quota_allowed_lately(it):
-    it.platform.configure({"sessions": 4})
-    async with simulate(name="mine") as cluster:
-        Work(it, cluster, tasks=20)
-        cluster.adapt(0, 10, **FAST)
-        await eventually(lambda: target(cluster) == 3 and arrived(cluster) == 3)
-        await asyncio.sleep(10)
-        assert target(cluster) == 3
-        assert "Cluster mine launched 3 of 10 workers: " in log_of(cluster)
-        it.platform.configure()
-        await eventually(lambda: arrived(cluster) == 4)
-
-
-@simulated
-async def test_after_a_quota_has_grown_adapting_launches_all_that_the_work_needs(it):
-    it.platform.configure({"sessions": 2})
-    async with simulate(name="mine") as cluster:
-        Work(it, cluster, tasks=20)
-        cluster.adapt(0, 4, **FAST)
-        await eventually(lambda: arrived(cluster) == 1)
-        it.platform.configure()
-        await eventually(lambda: arrived(cluster) == 4)
 
 
 @simulated

@@ -15,7 +15,7 @@ import time
 import dask
 import pytest
 from clusters import arrived, log_of, make, simulate
-from distributed import Client, KilledWorker, NannyPlugin, wait
+from distributed import Client, KilledWorker, NannyPlugin
 from simulated.testing import eventually, simulated
 
 from dask_cml.options import Options
@@ -252,18 +252,6 @@ async def test_scratch_full(client, is_told):
     await is_told(r"lost: scratch full, 0\.[12]\d of 0\.10 GB while it ran `fills-scratch`", "scratch full")
 
 
-async def test_the_program_failed(client, is_told):
-    def crashes():
-        print("no licence", flush=True)
-        os._exit(3)
-
-    future = client.submit(crashes, key="crashes")
-    with pytest.raises(KilledWorker):
-        await future
-    words = "lost: its program failed with exit status 3 while it ran `crashes`: no licence"
-    await is_told(words, "program failed")
-
-
 BUS_ERROR = (
     r"bus error: shared memory \(/dev/shm, 64 MB by default\) is full while it ran `crashes`; raise the "
     "shared memory limit in the project's settings, or pass num_workers=0 to PyTorch's DataLoader"
@@ -373,15 +361,6 @@ async def test_evicted_or_killed_by_the_platform(platform, client, mine, is_told
     await is_told(words, lost)
 
 
-@simulated
-async def test_never_connected(it):
-    it.platform.doom("fails", key="mine-0")
-    async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        assert log_of(cluster).startswith("Worker mine-0 lost: it never connected; the platform says failed")
-        await eventually(lambda: losses() == {"never connected": 1})
-
-
 @pytest.mark.parametrize("busy", [0, 1])
 @simulated
 async def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts(it, busy):
@@ -414,31 +393,3 @@ async def test_a_worker_whose_connection_breaks_is_a_loss_although_its_program_e
 
     await client.run(break_connection)
     await is_told("lost: its program ended, because its connection to the scheduler broke")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nannies", [False, True])
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_results_survive_a_notice_and_are_not_computed_again(
-    platform, light, holds, tmp_path, nannies, processes
-):
-    def compute(n, path):
-        open(f"{path}/{n}", "x").close()  # fails if it is computed again
-        return n
-
-    nannies = nannies or processes > 1
-    platform.configure(stop_grace=30)
-    async with (
-        make(
-            name="mine", n_workers=2, cpu=processes, processes=processes, worker_args=[] if nannies else None
-        ) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        await client.wait_for_workers(2 * processes)
-        futures = client.map(compute, range(40), path=str(tmp_path))
-        await wait(futures)
-        [lost, _] = [session.id for session in cluster.sessions if session.role == "worker"]
-        await asyncio.to_thread(platform.evict, lost, notice=True)
-        await holds(lambda: "evicted, with notice; launching a replacement" in log_of(cluster))
-        assert await client.gather(futures) == [*range(40)]
-        await holds(lambda: arrived(cluster) == 2)

@@ -80,25 +80,6 @@ async def test_a_worker_that_does_not_connect_is_replaced(it, mode, fault):
         await eventually(lambda: len(it.platform.running) == 2)
 
 
-@modes
-@simulated
-async def test_a_refused_worker_is_reported_and_launched_when_the_quota_allows_it(it, mode):
-    async with simulate(**MODES[mode]) as cluster:
-        it.platform.configure({"sessions": 2})
-        ask(cluster, mode, 2)
-        await eventually(lambda: "exceeded quota" in log_of(cluster))
-        await eventually(lambda: arrived(cluster) == 1)
-        assert "1 of 2 workers launched: " in repr(cluster)
-        assert "exceeded quota" in repr(cluster)
-        assert "exceeded quota" in cluster._repr_html_()
-        if mode != "adapt":
-            assert (target(cluster), cluster.n_pending) == (2, 1)
-        it.platform.configure({"sessions": 3})
-        await eventually(lambda: complete(cluster, 2))
-        assert log_of(cluster).count("exceeded quota") == 1
-        await eventually(lambda: cluster.problem is None)
-
-
 @simulated
 async def test_a_replacement_that_is_refused_is_tried_again_and_the_target_stays(it):
     with dask.config.set({"cml.quota-retry": "20s"}):
@@ -120,20 +101,6 @@ async def test_a_replacement_that_is_refused_is_tried_again_and_the_target_stays
             it.platform.configure()
             await eventually(lambda: complete(cluster, 3))
             await eventually(lambda: cluster.problem is remote.problem is None)
-
-
-@simulated
-async def test_a_users_scale_is_tried_at_once_after_a_refusal(it):
-    with dask.config.set({"cml.quota-retry": "1h"}):
-        async with simulate() as cluster:
-            it.platform.configure({"sessions": 2})
-            cluster.scale(3)
-            await eventually(lambda: "launched 1 of 3 workers" in log_of(cluster))
-            it.platform.configure()
-            await asyncio.sleep(60.0)
-            assert arrived(cluster) == 1
-            cluster.scale(3)
-            await eventually(lambda: complete(cluster, 3), seconds=30.0)
 
 
 @modes
@@ -386,20 +353,6 @@ async def test_a_missing_key_raises_an_error_at_once(platform, holds, monkeypatc
         monkeypatch.setenv("CDSW_API_KEY", "key")
         await holds(lambda: complete(cluster, 1))
     assert caplog.text.count("CDSW_API_KEY is not set") == 1
-
-
-@simulated
-async def test_too_many_failures_in_a_row_end_the_trying_until_scale(it):
-    with dask.config.set({"cml.failure-limit": 2}):
-        async with simulate() as cluster:
-            it.platform.doom("fails", times=2)
-            cluster.scale(1)
-            await eventually(lambda: cluster.view.gave_up)
-            assert "no new workers after 2 failures in a row" in log_of(cluster)
-            assert "no new workers after 2 failures" in repr(cluster)
-            cluster.scale(1)
-            await eventually(lambda: complete(cluster, 1))
-            assert "problem" not in repr(cluster)
 
 
 @simulated

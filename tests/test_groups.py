@@ -9,7 +9,7 @@ import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, log_of, name_of, rebuild, scheduler_of
+from clusters import arrived, name_of, rebuild, scheduler_of
 from distributed import Client, get_worker
 from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
@@ -213,21 +213,6 @@ async def test_a_remote_sees_other_workers_after_a_group_with_workers_was_delete
         cluster.scale(1)
         await eventually(lambda: cluster.worker_groups["default"].n_arrived == 1)
         await eventually(lambda: remote.worker_groups["default"].n_arrived == 1, seconds=60)
-
-
-@simulated
-async def test_the_quota_of_one_group_is_not_that_of_another(it):
-    it.platform.configure({"nvidia_gpu": 1})
-    async with mine(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster, rebuild("mine") as remote:
-        cluster.scale(3, worker_group="gpu")
-        words = "gpu: 1 of 3 workers launched"
-        await eventually(lambda: words in (cluster.problem or "") and words in (remote.problem or ""))
-        cluster.scale(2)
-        await eventually(lambda: remote.worker_groups["default"].n_arrived == 2)
-        for process in cluster, remote:
-            groups = process.worker_groups.values()
-            assert [(group.n_arrived, group.n_workers) for group in groups] == [(2, 2), (1, 3)]
-        assert "Group gpu of cluster mine launched 1 of 3 workers" in log_of(cluster)
 
 
 @simulated

@@ -7,7 +7,7 @@ import asyncio
 import dask
 import pytest
 from clusters import arrived, log_of, scheduler_of, simulate
-from distributed import Client, Worker
+from distributed import Worker
 from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
 
@@ -95,20 +95,6 @@ async def test_a_lost_session_is_replaced_although_the_scheduler_cannot_say_more
         scheduler_of(it, cluster).handlers["cml_last"] = fail
         it.platform.evict(cluster.workers["mine-0"].session_id)
         await eventually(lambda: dask_names(cluster) == {"mine-1"})
-
-
-@simulated
-async def test_the_tasks_of_a_node_that_fails_run_elsewhere_soon(it):
-    async with (
-        simulate(name="mine", n_workers=2) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        await eventually(lambda: arrived(cluster) == 2)
-        future = client.submit(abs, -1, workers=["mine-0"], allow_other_workers=True)
-        assert await future == 1
-        it.sessions.freeze(cluster.workers["mine-0"].session_id)  # no connection ends
-        await eventually(lambda: "mine-0" not in dask_names(cluster), seconds=20.0)
-        assert await future == 1
 
 
 @simulated

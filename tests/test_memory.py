@@ -228,38 +228,3 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
 
 
 # -- what users read
-
-
-@pytest.mark.slow
-@pytest.mark.images
-async def test_a_task_that_takes_too_much_is_named_where_its_user_looks(platform, holds):
-    def grow():
-        import time
-
-        blocks = []
-        while len(blocks) < 100:
-            blocks.append(b"1" * (20 << 20))
-            time.sleep(0.05)
-
-    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
-        async with (
-            make(name="mine", n_workers=1, memory=1, cpu=1) as cluster,
-            Client(cluster, asynchronous=True) as client,
-            make(name="mine", create_mode="connect") as remote,
-        ):
-            with pytest.raises(KilledWorker):
-                await client.submit(grow, key="train-1")
-            await holds(lambda: "restarted" in log_of(cluster) and "restarted" in str(remote.problem))
-            words = (
-                r"worker mine-0 was restarted: out of memory, 0\.\d\d of 0\.73 GiB while it ran `train-1`; "
-                r"give workers more memory \(memory=\) or fewer threads \(nthreads=\), or work on smaller "
-                r"chunks"
-            )
-            assert re.fullmatch(f"Cluster mine: {words}", log_of(cluster))
-            assert re.search(f"problem: {words}", repr(cluster))
-            assert re.fullmatch(words, remote.problem)
-            await client.restart()  # which nobody has to be told
-            await client.wait_for_workers(1)
-            assert await client.submit(sum, [1, 2]) == 3
-        assert len(log_of(cluster).splitlines()) == 1
-        assert re.search(words, (await cluster.get_logs())["Cluster"])

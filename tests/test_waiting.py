@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from datetime import timedelta
 
 import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, log_of, rebuild, target
+from clusters import arrived, log_of
 from distributed import Client
 from simulated.testing import eventually, simulated
 from testbed import faults
@@ -166,26 +165,6 @@ async def test_the_reason_of_a_wait_is_reported_once_with_what_helps(it):
         assert re.search(r"worker sessions queued: exceeded quota: pods, .* use fewer, larger workers", line)
         it.platform.configure()
         await eventually(lambda: arrived(cluster) == 1)
-
-
-@simulated
-async def test_adaptive_scaling_launches_no_more_while_sessions_wait_for_room(it):
-    it.platform.configure({"sessions": 2}, waits_for_room=True)
-    async with (
-        clusters.simulate(name="lab") as cluster,
-        rebuild("lab") as remote,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        cluster.scale(2)
-        await eventually(lambda: cluster.view.waits() and max(cluster.view.waits()) > 0.5)
-        await eventually(lambda: len(remote.view.waits()) == 1)
-        cluster.adapt(0, 10)
-        futures = client.map(lambda i: time.sleep(1000), range(100))
-        await asyncio.sleep(20)
-        assert target(cluster) == 2
-        it.platform.configure()
-        await eventually(lambda: arrived(cluster) > 2)
-        del futures
 
 
 @pytest.mark.slow

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from itertools import pairwise
+
+import dask
 import pytest
-from clusters import arrived, connected, log_of, simulate
-from distributed import Client
+from clusters import arrived, connected, log_of, make, simulate
+from distributed import Client, KilledWorker, wait
 from simulated.testing import eventually, simulated
 
 
@@ -31,3 +36,217 @@ async def test_a_lost_session_is_replaced_and_the_cause_is_reported(it, fate, wo
                 await client.retire_workers(names=["mine-0"])
         await eventually(lambda: connected(cluster) == {"mine-1"})
         assert log_of(cluster) == f"Worker mine-0 {words}; launching a replacement"
+
+
+@simulated
+async def test_results_of_a_lost_worker_are_computed_again(it):
+    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(2)
+        futures = client.map(lambda n: n**2, range(20))
+        await wait(futures)
+        it.platform.evict(it.platform.running["night-0"])
+        await eventually(lambda: connected(cluster) == {"night-1", "night-2"})
+        assert await client.gather(futures) == [n**2 for n in range(20)]
+
+
+@simulated
+async def test_the_tasks_of_a_node_that_fails_run_elsewhere_before_dask_notices(it):
+    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(2)
+        future = client.submit(abs, -1, workers=["night-0"], allow_other_workers=True)
+        assert await future == 1
+        it.sessions.freeze(it.platform.running["night-0"])  # no connection ends
+        await eventually(lambda: "night-0" not in connected(cluster), seconds=20.0)
+        assert await future == 1
+
+
+@simulated
+async def test_the_first_replacement_launches_at_once_and_the_next_ones_after_growing_pauses(it):
+    async with simulate(name="night") as cluster:
+        it.platform.doom("fails", times=4)
+        cluster.scale(1)
+        await eventually(lambda: connected(cluster) == {"night-4"})
+        _scheduler, *workers = sorted(session.created_at for session in it.platform.all.values())
+        first, *later = [(after - at).total_seconds() for at, after in pairwise(workers)]
+        assert first < 10.0
+        assert 2.0 <= later[0] < later[1] < later[2] < 60.0
+        assert later[1] >= 4.0
+        assert later[2] >= 8.0
+
+
+@simulated
+async def test_after_five_failures_in_a_row_the_cluster_stops_trying_until_scale(it):
+    async with simulate(name="night") as cluster:
+        it.platform.doom("fails", times=5)
+        cluster.scale(1)
+        words = "no new workers after 5 failures in a row"
+        await eventually(lambda: words in (cluster.problem or ""))
+        assert f"problem: {words}" in repr(cluster)
+        assert words.replace("no", "Cluster night launches no") in log_of(cluster)
+        await asyncio.sleep(3600.0)
+        assert len(it.platform.all) == 6
+        cluster.scale(1)
+        await eventually(lambda: connected(cluster) == {"night-5"})
+        await eventually(lambda: cluster.problem is None)
+
+
+@simulated
+async def test_a_worker_that_stays_connected_resets_the_count_of_failures(it):
+    async with simulate(name="night") as cluster:
+        cluster.scale(1)
+        for _ in range(3):
+            it.platform.doom("fails", times=3)
+            if len(it.platform.running) > 1:
+                [lost] = [session for name, session in it.platform.running.items() if "scheduler" not in name]
+                it.platform.evict(lost)
+                await eventually(lambda: not connected(cluster))
+            await eventually(lambda: arrived(cluster) == 1)
+            await asyncio.sleep(45.0)
+        assert "launches no new workers" not in log_of(cluster)
+
+
+@simulated
+async def test_losses_during_a_task_do_not_count(it):
+    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        future = client.submit(asyncio.sleep, 36000)
+        for _ in range(7):
+            await eventually(lambda: arrived(cluster) == 1)
+            while not any((await client.processing()).values()):
+                await asyncio.sleep(0.1)
+            [lost] = [session for name, session in it.platform.running.items() if "scheduler" not in name]
+            it.platform.evict(lost)
+            await eventually(lambda: not connected(cluster))
+        await eventually(lambda: arrived(cluster) == 1)
+        await future.cancel()
+
+
+@simulated
+async def test_a_bad_task_costs_at_most_four_sessions_and_is_given_up(it):
+    with dask.config.set({"distributed.scheduler.allowed-failures": 3}):
+        cluster = await simulate(name="night", n_workers=1)
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        bad = client.submit(asyncio.sleep, 36000, key="bad")
+        lost = 0
+        while bad.status == "pending":
+            if any((await client.processing()).values()):
+                running = {name for name in it.platform.running if "scheduler" not in name}
+                it.platform.evict(it.platform.running[running.pop()])
+                lost += 1
+                await eventually(lambda: not connected(cluster))
+            await asyncio.sleep(0.1)
+        assert lost == 4
+        with pytest.raises(KilledWorker, match="bad"):
+            await bad
+        assert await client.submit(sum, [1, 2]) == 3
+        assert "while it ran `bad`" in log_of(cluster)
+
+
+@simulated
+async def test_usage_counts_lost_sessions_by_their_cause(it):
+    async with simulate(name="night", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.evict(it.platform.running["night-0"])
+        await eventually(lambda: connected(cluster) == {"night-1"})
+        usage = await cluster.usage()
+        assert usage.total.lost == {"killed": 1}
+
+
+@simulated
+async def test_programs_read_what_happens_to_sessions_from_the_topic_cml(it):
+    killed = "evicted or killed by the platform, which says failed"
+    expected = [
+        *((action, "night-0", None) for action in ("launched", "waiting", "connected")),
+        ("lost", "night-0", killed),
+        *((action, "night-1", None) for action in ("launched", "connected", "stopped")),
+    ]
+    it.platform.configure({"sessions": 1}, waits_for_room=True)
+    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+
+        async def told():
+            events = []
+            while not {*expected} <= {*events}:
+                await asyncio.sleep(1.0)
+                found = [event for _, event in await client.get_events("cml")]
+                events = [(event["action"], event["session"], event.get("cause")) for event in found]
+            return events
+
+        await asyncio.sleep(60.0)
+        it.platform.configure()
+        await eventually(lambda: connected(cluster) == {"night-0"})
+        it.platform.evict(it.platform.running["night-0"])
+        await eventually(lambda: connected(cluster) == {"night-1"})
+        cluster.scale(0)
+        events = await asyncio.wait_for(told(), 60.0)
+        assert [event for event in events if event in expected] == expected
+
+
+@pytest.mark.slow
+async def test_results_survive_an_eviction_with_notice_and_are_not_computed_again(
+    platform, light, holds, tmp_path
+):
+    def compute(n, path):
+        open(f"{path}/{n}", "x").close()  # fails if it is computed again
+        return n
+
+    platform.configure(stop_grace=30)
+    async with (
+        make(name="night", n_workers=2) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2)
+        futures = client.map(compute, range(40), path=str(tmp_path))
+        await wait(futures)
+        [lost, _] = [session.id for session in cluster.sessions if session.role == "worker"]
+        await asyncio.to_thread(platform.evict, lost, notice=True)
+        await holds(lambda: "evicted, with notice; launching a replacement" in log_of(cluster))
+        assert await client.gather(futures) == [*range(40)]
+        await holds(lambda: arrived(cluster) == 2)
+
+
+async def test_a_program_that_ends_by_itself_is_named_with_its_status_and_its_task(platform, light, holds):
+    def crashes():
+        import os
+
+        print("no licence", flush=True)
+        os._exit(3)
+
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+        async with (
+            make(name="night", n_workers=1) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            with pytest.raises(KilledWorker):
+                await client.submit(crashes, key="train-1")
+            await holds(lambda: arrived(cluster) == 1 and "Worker night-0 " in log_of(cluster))
+            words = r"Worker night-0 lost: its program failed with exit status 3 while it ran `train-1`: .*"
+            assert re.search(words, log_of(cluster))
+
+
+@pytest.mark.slow
+@pytest.mark.images
+async def test_a_task_that_takes_too_much_memory_is_named_and_its_worker_restarted(platform, holds):
+    def grow():
+        import time
+
+        blocks = []
+        while len(blocks) < 100:
+            blocks.append(b"1" * (20 << 20))
+            time.sleep(0.05)
+
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+        async with (
+            make(name="night", n_workers=1, memory=1, cpu=1) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            with pytest.raises(KilledWorker):
+                await client.submit(grow, key="train-1")
+            await holds(lambda: "restarted" in log_of(cluster))
+            words = (
+                r"worker night-0 was restarted: out of memory, 0\.\d\d of 0\.73 GiB while it ran `train-1`; "
+                r"give workers more memory \(memory=\) or fewer threads \(nthreads=\), or work on smaller "
+                r"chunks"
+            )
+            assert re.fullmatch(f"Cluster night: {words}", log_of(cluster))
+            assert re.search(f"problem: {words}", repr(cluster))
+            assert await client.submit(sum, [1, 2]) == 3  # the session runs on
+            assert len(cluster.sessions) == len(platform.sessions()) == 2
