@@ -85,7 +85,9 @@ os.register_at_fork(after_in_child=_writer.begin)
 def say(text: str, *, to_stderr: bool = False) -> None:
     """Print a text, soon. Nothing in it steers a terminal."""
     out = sys.stderr if to_stderr else sys.stdout
-    write(lambda: print(printable_lines(text), file=out, flush=True))
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    encodable = printable_lines(text).encode(encoding, "backslashreplace").decode(encoding)
+    write(lambda: print(encodable, file=out, flush=True))
 
 
 def is_terminal(out: Any) -> bool:

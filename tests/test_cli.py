@@ -462,6 +462,12 @@ def test_an_invalid_option_is_refused_before_a_launch(platform, option, code):
     assert platform.sessions() == []
 
 
+def test_a_shell_whose_encoding_lacks_a_character_gets_the_line_nevertheless(state):
+    write_record(Record("łódź", options={"platform": "local"}))
+    result = CliRunner(charset="latin-1").invoke(cli.cml, ["list"])
+    assert (result.exit_code, "\\u0142" in result.output) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

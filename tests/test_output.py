@@ -362,3 +362,11 @@ def test_lines_of_a_cluster_appear_below_the_cell_that_runs_or_ran_last(platform
     finally:
         notebook.client.stop_channels()
         notebook.manager.shutdown_kernel(now=True)
+
+
+def test_a_stream_whose_encoding_lacks_a_character_gets_the_line_nevertheless(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    output.say("Cluster küche started")
+    assert output.flush(60)
+    assert out.buffer.getvalue() == b"Cluster k\\xfcche started\n"

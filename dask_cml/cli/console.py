@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import shlex
@@ -61,6 +62,9 @@ class _Commands(click.Group):
 @click.version_option(package_name="dask-cml", prog_name="dask-cml")
 def cml() -> None:
     """Dask clusters on Cloudera Machine Learning sessions."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not replaced by the program
+            stream.reconfigure(errors="backslashreplace")  # of a shell whose encoding lacks a character
     # Dask imports dask-ctl, if installed, with each command. It hands signals to an event loop that does not
     # run, so Ctrl-C would do nothing.
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):

@@ -181,7 +181,7 @@ def _user() -> str:
 
 
 def _digest(*words: str) -> str:
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("\0".join(words))).hexdigest()[:16]
 
 
 def _refusal(session: Session) -> dict[str, Any]:
