@@ -32,7 +32,7 @@ from distributed.utils import Log, Logs, NoOpAwaitable
 from dask_cml import output
 from dask_cml.advice import Advice, AskForLess, Scale
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
-from dask_cml.checks import check_loop, check_silence_logs, group_name, message, web_link
+from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
 from dask_cml.core.adoption import Adoption
 from dask_cml.core.alone import Alone, How, Role
@@ -1383,12 +1383,10 @@ class CMLCluster(SpecCluster):
         """The URL of the dashboard. Empty if the scheduler has none, or another program uses its port."""
         if self.scheduler is None or not self.has_dashboard:
             return ""
-        link = self.sharing.dashboard_link
-        if link is not None:
-            return link
-        session = self.scheduler.session
-        url = web_link(session and session.app_url)
-        return f"{url.rstrip('/')}/status" if url else ""
+        url = self.sharing.dashboard_url
+        if url is None and self.scheduler.session is not None:
+            url = self.scheduler.session.app_url
+        return here.dashboard_link(url, self.options.scheduler_args)
 
     @checks_arguments
     def get_logs(

@@ -30,6 +30,7 @@ from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.options import Options, state_directory
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.here import dashboard_link
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
@@ -194,8 +195,7 @@ def get_dashboard_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     >>> get_dashboard_url([{"app_url": "https://abcdefgh12345678.example.com/"}])
     'https://abcdefgh12345678.example.com/status'
     """
-    url = dask_scheduler[0].get("app_url")
-    return f"{url.rstrip('/')}/status" if url else ""
+    return dashboard_link(dask_scheduler[0].get("app_url"))
 
 
 def run_dask_workers(

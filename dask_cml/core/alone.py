@@ -389,7 +389,7 @@ class Alone:
         return None
 
     @property
-    def dashboard_link(self) -> str | None:
+    def dashboard_url(self) -> str | None:
         """The URL of the dashboard, if it differs from the URL of the scheduler's session."""
         return None
 

@@ -17,11 +17,11 @@ import psutil
 from distributed.security import Security
 from msgspec import Meta
 
-from dask_cml.checks import is_session_id, web_link
+from dask_cml.checks import is_session_id
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.here import this_session, this_user
+from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.tls import ask
 from dask_cml.validation import validate
 from dask_cml.words import format_duration
@@ -320,8 +320,10 @@ class Record:
     @property
     def dashboard_link(self) -> str | None:
         """The URL of the scheduler's dashboard. None if it has none, or before its URL is known."""
-        url, arguments = web_link(self.scheduler.app_url), str(self.options.get("scheduler_args"))
-        return f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None
+        arguments = self.options.get("scheduler_args", ())
+        if "--no-dashboard" in arguments:
+            return None
+        return dashboard_link(self.scheduler.app_url, arguments) or None
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:

@@ -5,17 +5,22 @@ The owner is the session with which this process's launches end.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib
 import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from typing import Any
+from urllib.parse import urlsplit
 
+import dask.config
 import psutil
 
+from dask_cml.checks import web_link
 from dask_cml.errors import NotOnCML
 from dask_cml.layout import CLIENT_NAME, CLUSTER, inside_name
 from dask_cml.words import format_duration
@@ -31,6 +36,10 @@ _LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml
 _ADDON = re.compile(r"/cmladdon-([^/]+)/")
 #: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
 SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
+#: Dask's own template of a link, for a dashboard at a port of its host.
+_DASKS_LINK = "{scheme}://{host}:{port}/status"
+_DASHBOARD_PREFIX = "--dashboard-prefix"
+_PORTS = {"http": 80, "https": 443}
 
 
 def served_hosts() -> dict[str, str]:
@@ -39,6 +48,41 @@ def served_hosts() -> dict[str, str]:
     if session is None or not domain:
         return {}
     return {variable: f"{prefix}{session}.{domain}".lower() for variable, prefix in SERVED_PORTS.items()}
+
+
+def dashboard_link(url: object, scheduler_args: Sequence[str] = ()) -> str:
+    """Return the link to a dashboard. Empty if its URL is not known.
+
+    A template in ``distributed.dashboard.link`` is used if this process has all variables that it names. It
+    may be left from another deployment.
+
+    Parameters
+    ----------
+    url : object
+        The URL of the scheduler's session, from the platform or a file.
+    scheduler_args : sequence of str
+        Additional arguments of ``dask scheduler``.
+
+    Examples
+    --------
+    >>> dashboard_link("https://abcdefgh12345678.example.com/")
+    'https://abcdefgh12345678.example.com/status'
+    >>> dashboard_link("https://abcdefgh12345678.example.com", ["--dashboard-prefix", "/reports"])
+    'https://abcdefgh12345678.example.com/reports/status'
+    """
+    base = web_link(url)
+    if base is None:
+        return ""
+    template = dask.config.get("distributed.dashboard.link")
+    if template != _DASKS_LINK:
+        with contextlib.suppress(KeyError, IndexError, ValueError):  # a variable is missing, or a port wrong
+            parts = urlsplit(base)
+            port = parts.port or _PORTS[parts.scheme]
+            place = {"scheme": parts.scheme, "host": parts.hostname, "port": port}
+            return str(template.format(**{**os.environ, **place}))
+    words = [part for word in scheduler_args for part in word.split("=", 1)]
+    prefix = words[words.index(_DASHBOARD_PREFIX) + 1].strip("/") if _DASHBOARD_PREFIX in words[:-1] else ""
+    return "/".join(filter(None, [base.rstrip("/"), prefix, "status"]))
 
 
 def this_session() -> str | None:

@@ -20,7 +20,6 @@ from distributed.core import Status
 
 from dask_cml import compat
 from dask_cml.advice import Advice
-from dask_cml.checks import web_link
 from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import unclosed
 from dask_cml.core.folder import fill_folder, make_keys
@@ -752,10 +751,10 @@ class Sharing(Alone):
         return super().logs()
 
     @property
-    def dashboard_link(self) -> str | None:
-        """The URL of the dashboard, unless it is that of the scheduler's session."""
+    def dashboard_url(self) -> str | None:
+        """The URL that leads to the dashboard's port, unless it is that of the scheduler's session."""
         if self._forwarder is not None:
-            return self._forwarder.link
+            return f"http://127.0.0.1:{self._forwarder.port}"
         board = self.link.board
         if not board.serves_dashboard:
             return ""
@@ -763,8 +762,7 @@ class Sharing(Alone):
         session = scheduler and scheduler.session
         if session and session.app_url:
             return None
-        url = web_link(board.app_url)
-        return f"{url.rstrip('/')}/status" if url else ""
+        return board.app_url or ""
 
     async def forward_dashboard(self) -> None:
         """Serve the dashboard on a port of this machine."""
