@@ -896,6 +896,27 @@ async def test_the_number_of_hanging_calls_is_limited(stub, hasty, monkeypatch):
     await hasty.sessions()
 
 
+async def test_a_launch_that_hangs_is_repeated_once_until_a_call_returns(stub, hasty, left):
+    with stub.hangs("launch_workers", times=100, after=True) as release:
+        for _ in range(2):
+            with pytest.raises(CallFailed, match="2 earlier calls have not returned"):
+                await hasty.launch(plan("mine"))
+        assert stub.count("launch_workers") == 2
+        launching = asyncio.create_task(hasty.launch(plan("mine")))
+        release()
+        assert (await launching)["id"] in left()
+    assert stub.count("launch_workers") == 2
+
+
+async def test_calls_that_hang_for_an_hour_are_lost(stub, hasty, monkeypatch):
+    with stub.hangs("launch_workers", times=2):
+        with pytest.raises(CallFailed, match="2 earlier calls have not returned"):
+            await hasty.launch(plan("mine"))
+        monkeypatch.setattr(calls, "_LOST_AFTER", 0.0)
+        await hasty.launch(plan("mine"))
+    await eventually(lambda: not stub.under_way)
+
+
 async def test_a_launch_that_is_answered_late_leaves_its_session_to_the_cluster(stub, impatient, left):
     """A scheduler may run in it."""
     with stub.hangs("launch_workers", after=True) as release:

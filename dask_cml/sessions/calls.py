@@ -10,8 +10,9 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dask_cml import compat
@@ -29,6 +30,18 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 #: Maximum number of hanging calls with one verb, in addition to those that are made at once. At this number,
 #: new calls with this verb fail until one returns.
 _MOST_HANGING = 64
+#: Maximum number of calls under way that make one thing, such as the session of a worker: all of them may
+#: still come true, long after their time limit. After so many seconds, a call is lost.
+_MOST_FOR_ONE, _LOST_AFTER = 2, 3600.0
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of :meth:`Calls.do`: its verb, what it makes, and when it began."""
+
+    verb: str
+    made: Hashable
+    at: float = field(default_factory=lambda: time.monotonic())
 
 
 class Calls:
@@ -57,16 +70,23 @@ class Calls:
         self.failures: dict[str, str] = {}
         #: Whether the platform has refused this session's key in all tries of the last operation.
         self.key_refused = False
-        #: The verbs of the calls of :meth:`do` that have not returned, including abandoned calls.
-        self._under_way: dict[Future[Any], str] = {}
+        #: The calls of :meth:`do` that have not returned, including abandoned calls.
+        self._under_way: dict[Future[Any], _Call] = {}
         #: By verbs, so that launches that hang delay no stop.
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(at_once))
         self._modules = frozenset(modules)
 
     async def do(
-        self, verb: str, what: Callable[[], str], function: Callable[[], Any], limit: float | None = None
+        self,
+        verb: str,
+        what: Callable[[], str],
+        function: Callable[[], Any],
+        limit: float | None = None,
+        made: Hashable = None,
     ) -> Any:
         """Call a function without blocking the event loop. Retry while the error is temporary.
+
+        If too many calls that make one thing hang, a retry makes no call, but waits for these.
 
         Parameters
         ----------
@@ -78,6 +98,8 @@ class Calls:
             The function, which may block.
         limit : float, optional
             Time limit of one try, in seconds. Default: the limit of all calls.
+        made : hashable, optional
+            What the function makes. Default: nothing.
 
         Raises
         ------
@@ -88,7 +110,7 @@ class Calls:
         begin = time.monotonic()
         for pause in [*self.pauses(), None]:
             try:
-                result = await self._run(verb, function, limit or self.limit)
+                result = await self._run(_Call(verb, made), function, limit or self.limit)
             except Exception as error:  # of the function, which is the platform's
                 if not answers.is_of_the_platform(error):
                     self.failures.pop(verb, None)
@@ -116,13 +138,15 @@ class Calls:
         steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self.retries)]
         return [step * random.uniform(0.8, 1.2) for step in steps]
 
-    async def _run(self, verb: str, function: Callable[[], Any], limit: float) -> Any:
-        async with self._slots[verb]:
-            n_under_way = [*self._under_way.copy().values()].count(verb)
+    async def _run(self, call: _Call, function: Callable[[], Any], limit: float) -> Any:
+        if len(hanging := self._hanging(call.made)) >= _MOST_FOR_ONE:
+            return await self._first_answer(hanging, limit)
+        async with self._slots[call.verb]:
+            n_under_way = [other.verb for other in self._under_way.copy().values()].count(call.verb)
             if n_under_way >= self.at_once - 1 + _MOST_HANGING:
                 raise NoAnswer(f"{n_under_way} earlier calls have not returned")
             future = start(function)
-            self._under_way[future] = verb
+            self._under_way[future] = call
             future.add_done_callback(self._under_way.pop)
             # Not wait_for: if the waiting task is cancelled, the thread goes on, and nobody may see its
             # error.
@@ -131,9 +155,25 @@ class Calls:
             await asyncio.wait([wrapped], timeout=limit)
         return self._result(future, limit)
 
+    def _hanging(self, made: Hashable) -> list[Future[Any]]:
+        """Return the calls under way that make something, unless they are lost."""
+        if made is None:
+            return []
+        since, calls = time.monotonic() - _LOST_AFTER, self._under_way.copy().items()
+        return [future for future, call in calls if call.made == made and call.at > since]
+
+    async def _first_answer(self, hanging: Collection[Future[Any]], limit: float) -> Any:
+        waiting = {asyncio.wrap_future(future): future for future in hanging}
+        for wrapped in waiting:
+            wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
+        done, _ = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise NoAnswer(f"{len(hanging)} earlier calls have not returned")
+        return waiting[done.pop()].result()
+
     def wait_for(self, verb: str, limit: float) -> None:
         """Block until no call of :meth:`do` with this verb is under way, for some seconds at most."""
-        futures = [future for future, its_verb in self._under_way.copy().items() if its_verb == verb]
+        futures = [future for future, call in self._under_way.copy().items() if call.verb == verb]
         wait(futures, timeout=max(0.0, limit))
         self.leave_behind()
 

@@ -208,7 +208,7 @@ class CMLProcess(ProcessInterface):
         self.launched_at = time.monotonic() - _seconds_since(self.since)
         if runs_for is not None:
             self._begun_at = time.monotonic() - runs_for
-        elif not waits:  # or it does, and the platform does not list it here
+        elif not waits:  # unless its keeper had no time to record it, and the platform does not list it here
             self._begun_at = self.launched_at + self.options.pending_timeout
         self.status = Status.running
 

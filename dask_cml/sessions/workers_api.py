@@ -74,8 +74,15 @@ class _Launch:
 
     plan: SessionPlan
     session: SessionInfo | None = None
-    #: Whether nobody waits for the launch any more.
+    #: Whether nobody waits for the launch now.
     over: bool = False
+    #: Number of its calls that have not returned.
+    n_calls: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a repeated launch of the same session has, too."""
+        return self.plan.name, self.plan.code
 
 
 class WorkersAPI:
@@ -131,6 +138,8 @@ class WorkersAPI:
         self.live: dict[str, str] = {}
         self.stopped: set[str] = set()
         self.launched: set[str] = set()
+        #: The launches for which nobody waits now, and of which calls hang, by their keys.
+        self._hanging: dict[tuple[str, str], _Launch] = {}
         self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
         self._interval = setting("api.poll-interval")
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
@@ -211,20 +220,28 @@ class WorkersAPI:
         self.check_options(plan.launch_options)
         stopping = self._stopping.ids()
         try:
-            return await self._launch(_Launch(plan))
+            return await self._launch(plan)
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
             stopping |= self._stopping.ids()
             if not stopping or not await self.wait_until_ended(stopping):
                 raise
-            return await self._launch(_Launch(plan))
+            return await self._launch(plan)
 
-    async def _launch(self, launch: _Launch) -> SessionInfo:
+    async def _launch(self, plan: SessionPlan) -> SessionInfo:
+        with self._lock:
+            # Calls of an earlier try may still hang, and come true.
+            launch = self._hanging.pop(_Launch(plan).key, None) or _Launch(plan)
+            launch.over = False
         try:
-            return await self._calls.do("launch", lambda: launch.plan.name, lambda: self._launch_now(launch))
+            return await self._calls.do(
+                "launch", lambda: plan.name, lambda: self._launch_now(launch), made=launch.key
+            )
         finally:
             with self._lock:
                 launch.over = True
+                if launch.n_calls and launch.session is None:
+                    self._hanging[launch.key] = launch
 
     def _launch_now(self, launch: _Launch) -> SessionInfo:
         """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile."""
@@ -233,9 +250,14 @@ class WorkersAPI:
                 raise CMLError(f"{launch.plan.name} not launched: the cluster has shut down")
             if launch.session is not None:
                 return launch.session
+            launch.n_calls += 1
         try:
             return self._take(launch, self._ask_for(launch.plan))
         finally:
+            with self._lock:
+                launch.n_calls -= 1
+                if not launch.n_calls and self._hanging.get(launch.key) is launch:
+                    del self._hanging[launch.key]
             if self._ended:  # perhaps end() did not wait for this call
                 start(self.end)
 

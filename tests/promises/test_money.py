@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from clusters import NOTEBOOK, arrived, create_elsewhere, log_of, rebuild, simulate
 from distributed import Client, Worker
+from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 from simulated.world import World
 
@@ -192,3 +194,35 @@ async def test_a_session_that_never_connects_is_replaced_although_the_managers_c
 async def create_with_a_worker(options: dict[str, Any]) -> None:
     async with simulate(name="lab", n_workers=1, **options):
         pass
+
+
+class Until(Mishap):
+    """A call that the platform's gateway keeps until some time, and then carries out."""
+
+    end = 0.0
+
+    def perform(self, action: Callable[[], Any]) -> Any:
+        time.sleep(max(0.0, Until.end - time.monotonic()))
+        return action()
+
+
+@simulated
+async def test_launches_that_hang_are_repeated_once_for_each_worker(it):
+    async with simulate(name="lab") as cluster:
+        Until.end = time.monotonic() + 900
+        it.platform.plan("launch_workers", *[Until() for _ in range(100)])
+        cluster.scale(2)
+        await asyncio.sleep(900)
+        await eventually(lambda: arrived(cluster) == 2)
+        await eventually(lambda: len(it.platform.live) == 3)
+        assert len(it.platform.all) <= 5
+
+
+@simulated
+async def test_a_launch_whose_answer_is_lost_is_repeated_at_once(it):
+    async with simulate(name="lab") as cluster:
+        it.platform.plan("launch_workers", Mishap(after=3600.0))
+        begin = time.monotonic()
+        cluster.scale(1)
+        await eventually(lambda: arrived(cluster) == 1)
+        assert time.monotonic() - begin < 60
