@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import email
 import errno
 import functools
-import inspect
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from http.cookiejar import CookieJar
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import quote, urljoin
 from urllib.request import Request
 
@@ -29,8 +21,6 @@ import pytest
 import tornado
 from click.testing import CliRunner
 from clusters import (
-    create_and_kill,
-    create_and_leave,
     create_elsewhere,
     log_of,
     sessions,
@@ -42,15 +32,16 @@ from distributed import Client
 from ports import free_port
 from served import PageServer
 from simulated.faults import HTTPError
-from simulated.testing import eventually, simulated
+from simulated.testing import eventually
 from tornado import httputil
-from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.httpclient import AsyncHTTPClient
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
+from web_ui import leave, on_page, running, serving
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cancellation import cancel
 from dask_cml.cli import create
-from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.dashboard.http_server import local_socket
 from dask_cml.errors import CMLError
 from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import state_directory
@@ -60,90 +51,11 @@ from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.serve.servers import Dashboards, make_application, serve, serve_dashboards
+from dask_cml.serve.servers import Dashboards, serve, serve_dashboards
 from dask_cml.sessions.here import this_user
 from dask_cml.sessions.session_logs import SessionLogs
 
 SECRET = "correct-horse-battery"
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: Any
-    text: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.text)
-
-
-@dataclass
-class Server:
-    """The web UI, and a client of its API."""
-
-    clusters: ProjectClusters
-    access: Access
-    dashboards: Dashboards
-
-    async def ask(
-        self, method: str, path: str, body: object = None, *, raw=None, token=True, port=None, **headers
-    ) -> Answer:
-        if token:
-            headers["Authorization"] = f"Bearer {self.access.token}"
-        request = HTTPRequest(
-            f"http://127.0.0.1:{port or self.access.port}{path}",
-            method=method,
-            headers=headers,
-            body=raw if body is None else json.dumps(body),
-            allow_nonstandard_methods=True,
-            follow_redirects=False,
-            request_timeout=120,
-        )
-        answer = await AsyncHTTPClient().fetch(request, raise_error=False)
-        assert answer.code != 599, answer.error
-        return Answer(answer.code, answer.headers, answer.body.decode())
-
-    async def get(self, path: str, **headers) -> Any:
-        answer = await self.ask("GET", path, **headers)
-        assert answer.status == 200, answer
-        return answer.json
-
-    async def post(self, path: str, **body) -> Answer:
-        return await self.ask("POST", path, body)
-
-    async def cluster(self, name: str) -> Any:
-        clusters = (await self.get("/api/clusters"))["clusters"]
-        [found] = [cluster for cluster in clusters if cluster["name"] == name]
-        return found
-
-    async def until(self, name: str, condition) -> Any:
-        """Wait until the description of a cluster meets a condition."""
-
-        async def look() -> Any:
-            found = [cluster for cluster in self.clusters.describe() if cluster["name"] == name]
-            return found[0] if found and condition(found[0]) else None
-
-        return await first_result(look)
-
-    async def until_answers(self, path: str, answer: Any) -> None:
-        """Wait until a GET request has an answer."""
-
-        async def look() -> bool:
-            return await self.get(path) == answer
-
-        await first_result(look)
-
-
-async def first_result(look: Callable[[], Awaitable[Any]]) -> Any:
-    """Call a coroutine function until its result is true, for two minutes at most, and return the result."""
-
-    async def wait() -> Any:
-        while not (result := await look()):
-            await asyncio.sleep(0.02)
-        return result
-
-    return await asyncio.wait_for(wait(), 120)
 
 
 @pytest.fixture
@@ -158,68 +70,7 @@ async def server(local_clusters):
         yield server
 
 
-@contextlib.asynccontextmanager
-async def serving():
-    listener = local_socket(0)
-    access, clusters = Access(listener.getsockname()[1]), ProjectClusters(interval=0.1)
-    dashboards = Dashboards(clusters, access)
-    http = LocalServer(make_application(clusters, access, dashboards), listener)
-    clusters.start()
-    try:
-        yield Server(clusters, access, dashboards)
-    finally:
-        await http.close()
-        await dashboards.close()
-        await clusters.close()
-
-
-def on_page(test):
-    """Make a test of a coroutine function: ``server`` is the web UI in the simulated world ``it``."""
-    wanted = inspect.signature(test).parameters
-
-    @functools.wraps(test)
-    async def run(it, **arguments):
-        async with serving() as server:
-            given = {"server": server, **({"it": it} if "it" in wanted else {})}
-            await test(**given, **arguments)
-
-    own = [parameter for name, parameter in wanted.items() if name not in ("it", "server")]
-    run.__signature__ = inspect.Signature(
-        [inspect.Parameter("it", inspect.Parameter.POSITIONAL_OR_KEYWORD), *own]
-    )
-    return simulated(run)
-
-
-def leave(name, **options):
-    """Create a cluster on the platform of the web UI that lives without its creator, and leave it."""
-    return create_and_leave(name=name, platform=None, **options)
-
-
-def running(cluster):
-    return cluster["status"] == "running" and cluster["n_arrived"] == cluster["n_workers"]
-
-
 # -- clusters of the web UI
-
-
-async def test_a_cluster_is_created_described_and_deleted(server, platform):
-    created = await server.post("/api/clusters", name="night", n_workers=1, cpu=2, memory="1 GiB")
-    assert created.status in (201, 202)
-    assert created.headers["Location"] == "/api/clusters/night"
-    await server.until("night", running)
-    found = await server.get("/api/clusters/night")
-    assert (found["address"], found["client"]) == ("cml://night", 'Client("cml://night")')
-    assert (found["threads"], found["kept"]) == (2, True)
-    assert 2**29 < found["memory"] < 2**30  # other processes of the session need the rest
-    shown = [(session["role"], session["status"]) for session in found["sessions"]]
-    assert shown == [("scheduler", "running"), ("worker", "connected")]
-    assert {session["id"] for session in found["sessions"]} == {*store.read("night").sessions}
-    assert found["dashboard"] is None  # because of --no-dashboard
-    assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
-    assert (await server.get("/api/clusters"))["clusters"] == []
-    assert (await server.ask("GET", "/api/clusters/night")).status == 404
-    assert (await server.post("/api/clusters/night/scale", n=1)).status == 404
-    assert (await server.ask("DELETE", "/api/clusters/night")).status == 404
 
 
 @on_page
@@ -238,7 +89,7 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
     await leave("day")
     for name in ("night", "day"):
         await server.until(name, running)
-        assert (await server.ask("DELETE", f"/api/clusters/{name}")).status == 200
+        assert (await server.request("DELETE", f"/api/clusters/{name}")).status == 200
     found = (await server.get("/api/history"))["clusters"]
     assert [(cluster["name"], cluster["why"]) for cluster in found] == [
         ("day", "deleted by ann"),
@@ -258,14 +109,6 @@ async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
 
 
 @on_page
-async def test_a_cluster_of_the_page_has_the_usage_of_its_sessions(server):
-    await server.post("/api/clusters", name="night", n_workers=1)
-    await server.until("night", running)
-    assert (await server.get("/api/clusters/night"))["usage"]["total"]["sessions"] == 2
-    assert {*server.clusters.observed} == {store.read("night").id}
-
-
-@on_page
 async def test_metrics_describe_real_clusters(server):
     await server.post("/api/clusters", name="night", n_workers=1)
     await server.until("night", running)
@@ -277,23 +120,12 @@ async def test_metrics_describe_real_clusters(server):
 
     async def shown():
         while True:
-            text = (await server.ask("GET", "/metrics")).text
+            text = (await server.request("GET", "/metrics")).text
             if all(line in text for line in expected):
                 return
             await asyncio.sleep(0.1)
 
     await asyncio.wait_for(shown(), 120)
-
-
-@pytest.mark.slow
-async def test_another_process_connects_to_a_cluster_of_the_page(server):
-    await server.post("/api/clusters", name="night", n_workers=1)
-    await server.until("night", running)
-    code = 'from distributed import Client; print(Client("cml://night").submit(sum, [1, 2]).result())'
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
-    out, _ = await asyncio.wait_for(process.communicate(), 120)
-    assert out.decode().strip() == "3"
-    await server.until("night", lambda cluster: cluster["tasks_done"])
 
 
 @pytest.mark.parametrize(
@@ -307,7 +139,7 @@ async def test_another_process_connects_to_a_cluster_of_the_page(server):
     ],
 )
 async def test_invalid_options_are_refused_with_a_reason(server, platform, options, words):
-    answer = await server.ask("POST", "/api/clusters", options)
+    answer = await server.request("POST", "/api/clusters", options)
     assert answer.status == 400
     assert answer.json["error"].startswith(words)
     assert platform.sessions() == []
@@ -318,7 +150,7 @@ async def test_requests_above_the_limits_of_the_site_are_refused_with_a_reason(s
     with dask.config.set({"cml.limits": {**dask.config.get("cml.limits"), "sessions": 2, "hours": 48}}):
         words = "expected at most 1, because cml.limits.sessions is 2, in Dask's configuration"
         for path, body in (("clusters", {"name": "big", "n_workers": 2}), ("form", {"n_workers": "2"})):
-            answer = await server.ask("POST", f"/api/{path}", body)
+            answer = await server.request("POST", f"/api/{path}", body)
             assert (answer.status, answer.json["error"]) == (400, f"invalid n_workers=2: {words}")
         assert not it.platform.all
         await server.post("/api/clusters", name="night")
@@ -327,20 +159,7 @@ async def test_requests_above_the_limits_of_the_site_are_refused_with_a_reason(s
         assert (answer.status, answer.json["error"]) == (400, f"invalid n=2: {words}")
         answer = await server.post("/api/clusters/night/adapt")
         assert answer.json["groups"][0]["adapts"] == {"minimum": 0, "maximum": 1}
-        await server.ask("DELETE", "/api/clusters/night")
-
-
-@on_page
-async def test_a_refused_cluster_leaves_no_session_and_the_answer_is_the_reason_of_cml(
-    server, it, monkeypatch
-):
-    monkeypatch.setattr(clusters_module, "_PATIENCE", 120.0)
-    it.platform.configure({"cpu": 2})
-    answer = await server.post("/api/clusters", name="big", n_workers=2, cpu=2)
-    assert answer.status == 503
-    assert "exceeded quota" in answer.json["error"]
-    assert (await server.get("/api/clusters"))["clusters"] == []
-    it.platform.configure()
+        await server.request("DELETE", "/api/clusters/night")
 
 
 def full(path="/home/cdsw/.dask-cml/night"):
@@ -376,11 +195,11 @@ async def test_a_file_that_cannot_be_read_is_an_answer_with_the_reason(server, m
     with monkeypatch.context() as patch:
         patch.setattr(SessionLogs, "paths", read)
         patch.setattr(clusters_module, "ended_clusters", read)
-        answer = await server.ask("GET", path)
+        answer = await server.request("GET", path)
     assert answer.status == 503
     assert "cannot use /home/cdsw/.dask-cml: Input/output error" in answer.text
     assert "Traceback" not in caplog.text
-    await server.ask("DELETE", "/api/clusters/night")
+    await server.request("DELETE", "/api/clusters/night")
 
 
 @on_page
@@ -390,9 +209,9 @@ async def test_a_log_that_vanishes_while_it_is_read_is_an_answer_with_the_reason
     gone = state_directory() / "night" / LOGS_FOLDER / "night-0.log"
     with monkeypatch.context() as patch:
         patch.setattr(SessionLogs, "paths", lambda _: {"night-0": gone})
-        answer = await server.ask("GET", "/api/clusters/night/logs?session=night-0")
+        answer = await server.request("GET", "/api/clusters/night/logs?session=night-0")
     assert (answer.status, answer.json["error"]) == (503, f"cannot use {gone}: No such file or directory")
-    await server.ask("DELETE", "/api/clusters/night")
+    await server.request("DELETE", "/api/clusters/night")
 
 
 @on_page
@@ -410,12 +229,12 @@ async def test_a_cluster_that_fails_later_stays_listed_until_it_is_deleted_or_it
         it.platform.configure()
 
     await fail()
-    assert (await server.ask("DELETE", "/api/clusters/big")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/big")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
     await fail()
     assert (await server.post("/api/clusters", name="big")).status == 202
     await server.until("big", running)
-    assert (await server.ask("DELETE", "/api/clusters/big")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/big")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
@@ -427,7 +246,7 @@ async def test_a_name_in_use_is_refused(server):
         answer = await server.post("/api/clusters", name=name)
         assert (answer.status, "already" in answer.json["error"]) == (409, True)
     await server.until("day", running)
-    assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/day")).status == 200
 
 
 @on_page
@@ -441,7 +260,7 @@ async def test_a_late_refusal_of_a_name_does_not_hide_its_cluster(server, monkey
     assert (await server.post("/api/clusters", name="day")).status == 202
     await asyncio.sleep(20)
     await server.until("day", running)
-    assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/day")).status == 200
 
 
 @on_page
@@ -449,7 +268,7 @@ async def test_deleting_a_starting_cluster_leaves_no_session(server, it, monkeyp
     monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
     it.platform.doom("silent", times=2)
     await server.post("/api/clusters", name="night", n_workers=1)
-    assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/night")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
@@ -483,7 +302,7 @@ async def test_deleting_a_cluster_that_did_not_start_stops_what_could_not_be_sto
     await server.until("night", lambda cluster: cluster["status"] == "failed")
     assert it.platform.live
     it.platform.heal()
-    assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/night")).status == 200
     assert not it.platform.live
     assert store.records() == []
     assert (await server.get("/api/clusters"))["clusters"] == []
@@ -494,14 +313,14 @@ async def test_a_cluster_whose_sessions_could_not_be_stopped_can_be_deleted_agai
     await server.post("/api/clusters", name="night", n_workers=1)
     await server.until("night", running)
     it.platform.fail("stop_workers", *[HTTPError(500)] * 50)
-    assert (await server.ask("DELETE", "/api/clusters/night")).status == 503
+    assert (await server.request("DELETE", "/api/clusters/night")).status == 503
     night = await server.cluster("night")
     assert (night["status"], night["problem"]) == (
         "closing",
         "CML did not stop some sessions; delete the cluster again",
     )
     it.platform.heal()
-    assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/night")).status == 200
     assert not it.platform.live
 
 
@@ -522,22 +341,6 @@ async def test_a_page_that_stops_names_the_clusters_whose_sessions_it_could_not_
     await operations.end_all(store.records())
 
 
-@on_page
-async def test_each_worker_group_scales_and_adapts(server):
-    await server.post("/api/clusters", name="night", n_workers=1, worker_groups={"big": {"cpu": 2}})
-    await server.until("night", running)
-    assert (await server.post("/api/clusters/night/scale", n=1, worker_group="big")).status == 200
-    await server.until("night", lambda cluster: running(cluster) and cluster["n_workers"] == 2)
-    answer = await server.post("/api/clusters/night/adapt", minimum=0, maximum=3, worker_group="big")
-    limits = {group["name"]: group["adapts"] for group in answer.json["groups"]}
-    assert limits == {"default": None, "big": {"minimum": 0, "maximum": 3}}
-    await server.until("night", lambda cluster: running(cluster) and cluster["n_workers"] == 1)
-    answer = await server.ask("DELETE", "/api/clusters/night/adapt?worker_group=big")
-    assert [group["adapts"] for group in answer.json["groups"]] == [None, None]
-    assert "size" not in answer.json["groups"][0]
-    assert (await server.ask("DELETE", "/api/clusters/night/adapt?worker_group=nosuch")).status == 400
-
-
 BAD_NUMBERS = [
     ("scale", {}, "invalid body: expected n, a whole number"),
     ("scale", {"n": -1}, "invalid n=-1: expected "),
@@ -555,7 +358,7 @@ async def test_invalid_numbers_are_refused_with_a_reason(server):
     await server.post("/api/clusters", name="night")
     await server.until("night", running)
     for path, body, words in BAD_NUMBERS:
-        answer = await server.ask("POST", f"/api/clusters/night/{path}", body)
+        answer = await server.request("POST", f"/api/clusters/night/{path}", body)
         assert answer.status == 400, body
         assert answer.json["error"].startswith(words)
     assert (await server.cluster("night"))["n_workers"] == 0
@@ -572,7 +375,7 @@ async def test_reading_a_log_continues_at_the_offset(server):
     async with Client("cml://night", asynchronous=True):
         pass
     assert "client" in (await server.get(f"{log}&offset={first['offset']}"))["text"]
-    answer = await server.ask("GET", "/api/clusters/night/logs?session=../../record.json")
+    answer = await server.request("GET", "/api/clusters/night/logs?session=../../record.json")
     assert (answer.status, answer.json["error"].startswith("invalid session")) == (400, True)
 
 
@@ -581,7 +384,7 @@ async def test_the_page_shows_neither_values_of_variables_nor_keys(server):
     await server.until("night", running)
     key = next(iter(store.read("night").get_security().get_tls_config_for_role("client").values()))
     for path in ("/api/clusters", "/api/clusters/night", "/", "/clusters/night"):
-        answer = await server.ask("GET", path)
+        answer = await server.request("GET", path)
         assert SECRET not in answer.text
         assert str(key) not in answer.text
         assert "PRIVATE KEY" not in answer.text
@@ -608,8 +411,8 @@ async def test_a_cluster_that_cannot_be_described_does_not_hide_the_others(serve
         "it cannot be described: RecursionError: too deep",
     )
     assert (await server.cluster("day"))["status"] in ("starting", "running")
-    assert (await server.ask("GET", "/")).status == 200
-    assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
+    assert (await server.request("GET", "/")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/night")).status == 200
 
 
 def test_a_session_in_a_record_is_linked_only_by_http():
@@ -622,7 +425,7 @@ def test_a_session_in_a_record_is_linked_only_by_http():
 @on_page
 async def test_an_invalid_body_is_refused(server, body):
     await server.post("/api/clusters", name="night")
-    answer = await server.ask("POST", "/api/clusters/night/scale", raw=body)
+    answer = await server.request("POST", "/api/clusters/night/scale", raw=body)
     assert answer.status in (400, 503)
     assert "Traceback" not in answer.text
 
@@ -654,7 +457,7 @@ async def test_forms_with_parts_and_large_bodies_are_refused_and_not_parsed(
 ):
     headers = {"Content-Type": kind}
     for port in server.access.port, server.dashboards.port:
-        answer = await server.ask("POST", "/api/clusters", raw=body, token=token, port=port, **headers)
+        answer = await server.request("POST", "/api/clusters", raw=body, token=token, port=port, **headers)
         assert (answer.status, "expected" in answer.json["error"]) == (status, True)
     assert parsed == []
 
@@ -662,7 +465,7 @@ async def test_forms_with_parts_and_large_bodies_are_refused_and_not_parsed(
 @on_page
 async def test_json_that_a_program_calls_a_form_is_read_and_not_parsed_as_a_form(server, parsed):
     headers = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl does
-    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, **headers)
+    answer = await server.request("POST", "/api/clusters", {"name": "night"}, **headers)
     assert answer.json["name"] == "night"
     assert parsed == []
 
@@ -695,15 +498,15 @@ async def test_dashboards_use_a_separate_port_and_need_no_token(server):
     assert not page.headers.get_list("Set-Cookie")
     assert (await ask(path)).headers["Location"] == "status"
     # Neither the web UI's port nor another secret leads to it.
-    assert (await server.ask("GET", "/clusters/night/dashboard/status")).status == 404
+    assert (await server.request("GET", "/clusters/night/dashboard/status")).status == 404
     stranger = day.split("/")[3]
     for secret in (stranger, "x", "\xe9", server.access.token):
         assert (await ask(f"/{quote(secret)}/night/status")).status == 404
     assert (await ask(path.replace("/night/", "/nosuch/"))).status == 404
     assert (await ask(f"{path}proxy/1/localhost/")).status == 404
     assert (await ask(f"{path}status", Host="evil.example")).status == 403
-    assert (await server.ask("POST", f"{path}status", {}, port=server.dashboards.port)).status == 405
-    await server.ask("DELETE", "/api/clusters/night")
+    assert (await server.request("POST", f"{path}status", {}, port=server.dashboards.port)).status == 405
+    await server.request("DELETE", "/api/clusters/night")
     assert (await ask(f"{path}status")).status == 404
 
 
@@ -803,48 +606,6 @@ async def test_the_pages_of_a_dashboard_cannot_change_clusters(session):
 # -- clusters of other processes
 
 
-@on_page
-async def test_a_cluster_of_another_process_is_listed_changed_and_deleted(server, it):
-    creator = await create_elsewhere(it, name="day", security=True, n_workers=1)
-    [cluster] = creator.clusters
-    found = await server.until("day", running)
-    assert (found["kept"], found["threads"]) == (False, 1)
-    assert (await server.post("/api/clusters/day/scale", n=2)).status == 200
-    await server.until("day", lambda found: running(found) and found["n_workers"] == 2)
-    answer = await server.post("/api/clusters/day/adapt", minimum=0, maximum=1)
-    assert answer.json["groups"][0]["adapts"] == {"minimum": 0, "maximum": 1}
-    await server.until("day", lambda found: running(found) and found["n_workers"] == 0)
-    assert cluster.keeps
-    answer = await server.ask("DELETE", "/api/clusters/day/adapt")
-    assert answer.json["groups"][0]["adapts"] is None
-    assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
-    await eventually(lambda: cluster.status.name == "closed")
-    assert store.records() == []
-
-
-@pytest.mark.parametrize("seen_before", [False, True])
-@on_page
-async def test_the_page_keeps_a_cluster_that_its_creator_has_left(server, it, seen_before):
-    if seen_before:
-        creator = await create_elsewhere(it, name="day", security=True, shutdown_on_close=False)
-        await server.until("day", running)
-        [cluster] = creator.clusters
-        await creator.start(cluster.leave())
-    else:
-        await leave("day")
-        await server.until("day", running)
-    try:
-        await eventually(lambda: server.clusters.running("day").keeps, 30.0)
-        await server.post("/api/clusters/day/scale", n=1)
-        await server.until("day", lambda found: running(found) and found["n_workers"] == 1)
-        [lost] = [session for session, key in store.read("day").sessions.items() if key != "scheduler"]
-        it.platform.stop_workers(lost)
-        await server.until("day", lambda cluster: cluster["n_arrived"] == 0)
-        await server.until("day", running)
-    finally:
-        await server.ask("DELETE", "/api/clusters/day")
-
-
 @pytest.mark.slow
 @on_page
 async def test_the_page_shows_a_cluster_that_died_while_it_only_observed_it(server, it):
@@ -855,7 +616,7 @@ async def test_the_page_shows_a_cluster_that_died_while_it_only_observed_it(serv
     await server.until("day", lambda found: found["status"] == "not answering")  # CML lists it as running
     it.platform.evict(it.platform.running["day-scheduler"])
     await server.until("day", lambda found: found["status"] == "stale")
-    assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
+    assert (await server.request("DELETE", "/api/clusters/day")).status == 200
 
 
 def keeps(cluster):
@@ -872,7 +633,7 @@ async def test_the_page_keeps_a_cluster_that_is_to_outlive_its_creator_only_late
     try:
         await eventually(lambda: keeps(server.clusters.find("day").cluster), 60.0)
     finally:
-        await server.ask("DELETE", "/api/clusters/day")
+        await server.request("DELETE", "/api/clusters/day")
 
 
 @pytest.mark.slow
@@ -892,42 +653,7 @@ async def test_the_page_keeps_a_cluster_whose_record_cannot_be_read_for_a_while(
         assert cluster.keeps
     finally:
         folder.chmod(0o700)
-        await server.ask("DELETE", "/api/clusters/day")
-
-
-@simulated
-async def test_another_page_keeps_the_clusters_of_a_killed_one_at_once(it):
-    async def create():
-        clusters = ProjectClusters(interval=0.1)
-        clusters.start()
-        await clusters.create({"name": "night"})
-        await asyncio.Event().wait()
-
-    page = it.process("page", {"CDSW_ENGINE_ID": "notebook12345678"})
-    page.start(create())
-    await eventually(lambda: page.clusters and page.clusters[0].keeps)
-    page.kill()
-    async with serving() as server:
-        await server.until("night", running)
-        try:
-            await eventually(lambda: server.clusters.running("night").keeps, 30.0)
-            assert (await server.cluster("night"))["kept"]
-        finally:
-            await server.ask("DELETE", "/api/clusters/night")
-
-
-@pytest.mark.slow
-@on_page
-async def test_the_page_shows_a_cluster_of_a_process_that_was_killed_until_it_is_an_orphan(server, it):
-    await create_and_kill(it, name="day", n_workers=1, security=True, orphan_timeout="60s")
-    await server.until("day", running)
-    [lost] = [session for session, key in store.read("day").sessions.items() if key != "scheduler"]
-    it.platform.stop_workers(lost)
-    await server.until("day", lambda cluster: cluster["n_arrived"] == 0)
-    await eventually(lambda: server.clusters.describe() == [])
-    assert not it.platform.running
-    [ended] = (await server.get("/api/history"))["clusters"]
-    assert (ended["name"], "orphaned" in ended["why"]) == ("day", True)
+        await server.request("DELETE", "/api/clusters/day")
 
 
 @on_page
@@ -961,43 +687,25 @@ async def test_the_record_describes_a_cluster_whose_scheduler_does_not_answer(se
     assert (answer.status, answer.json["error"]) == (503, "cluster 'day' is not answering: try again later")
 
 
-@on_page
-async def test_a_cluster_without_keys_is_shown_by_its_files_and_can_only_be_deleted(server, it):
-    """Another program may have its address by now, and would get whatever is sent there."""
-    creator = await create_elsewhere(it, name="open", security=False, n_workers=1)
-    found = await server.until("open", lambda cluster: cluster["status"] == "running")
-    assert (found["n_workers"], found["threads"]) == (1, None)
-    assert len((await server.get("/api/clusters/open"))["sessions"]) == 2
-    for path, body in (("scale", {"n": 2}), ("adapt", {"minimum": 1})):
-        answer = await server.post(f"/api/clusters/open/{path}", **body)
-        assert answer.status == 503
-        assert answer.json["error"].startswith("cluster 'open' has no keys, so the web UI cannot tell it")
-    [cluster] = creator.clusters
-    assert not server.clusters.observed[store.read("open").id].cluster
-    assert (await server.ask("DELETE", "/api/clusters/open")).status == 200
-    await eventually(lambda: cluster.status.name == "closed")
-    assert not it.platform.running
-
-
 # -- users
 
 
 async def test_requests_without_the_token_are_refused(server):
     for headers in ({}, {"Authorization": "Bearer x"}, {"Cookie": f"{server.access.cookie}=x"}):
         for method, path in (("GET", "/api/clusters"), ("GET", "/"), ("GET", "/clusters/x")):
-            answer = await server.ask(method, path, token=False, **headers)
+            answer = await server.request(method, path, token=False, **headers)
             assert answer.status == 401
             assert server.access.token not in answer.text
 
 
 async def test_the_link_with_the_token_sets_a_cookie(server):
     for path in "/", "/history", f"{server.access.path}/history":
-        answer = await server.ask("GET", f"{path}?token={server.access.token}", token=False)
+        answer = await server.request("GET", f"{path}?token={server.access.token}", token=False)
         assert answer.status == 302
         assert "Set-Cookie" not in answer.headers
         link = urljoin(f"http://host{path}", answer.headers["Location"]).removeprefix("http://host")
         assert link == f"{server.access.path}/?token={server.access.token}"
-    answer = await server.ask("GET", link, token=False)
+    answer = await server.request("GET", link, token=False)
     assert (answer.status, answer.headers["Location"]) == (302, "?")
     cookies = answer.headers.get_list("Set-Cookie")
     [cookie] = [cookie for cookie in cookies if server.access.token in cookie]
@@ -1005,10 +713,10 @@ async def test_the_link_with_the_token_sets_a_cookie(server):
     assert "SameSite=Lax" in cookie
     cookie = cookie.partition(";")[0]
     api = f"{server.access.path}/api/clusters"
-    assert (await server.ask("GET", api, token=False, Cookie=cookie)).status == 200
-    assert (await server.ask("GET", "/api/clusters", token=False, Cookie=cookie)).status == 401
+    assert (await server.request("GET", api, token=False, Cookie=cookie)).status == 200
+    assert (await server.request("GET", "/api/clusters", token=False, Cookie=cookie)).status == 401
     # A form of another page would send the cookie, too.
-    answer = await server.ask("POST", api, {"name": "night"}, token=False, Cookie=cookie)
+    answer = await server.request("POST", api, {"name": "night"}, token=False, Cookie=cookie)
     assert (answer.status, "_xsrf" in answer.json["error"]) == (403, True)
 
 
@@ -1016,7 +724,7 @@ async def test_the_link_with_the_token_sets_a_cookie(server):
 async def test_a_server_at_another_port_does_not_get_the_token(server, prefix):
     """Cookies ignore ports: another user's program at 127.0.0.1 gets the cookies of the whole host."""
     jar, path = CookieJar(), f"{server.access.path}/"
-    answer = await server.ask("GET", f"{path}?token={server.access.token}", token=False)
+    answer = await server.request("GET", f"{path}?token={server.access.token}", token=False)
     message = email.message_from_string(
         "".join(f"{name}: {text}\n" for name, text in answer.headers.get_all())
     )
@@ -1034,11 +742,11 @@ async def test_a_server_at_another_port_does_not_get_the_token(server, prefix):
 
 async def test_the_headers_of_cml_identify_users_only_in_cml_sessions(server, monkeypatch):
     writer = {"REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
-    assert (await server.ask("GET", "/api/clusters", token=False, **writer)).status == 401
+    assert (await server.request("GET", "/api/clusters", token=False, **writer)).status == 401
     monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
     monkeypatch.setenv("CDSW_APP_PORT", str(server.access.port))
     server.access.__post_init__()
-    answer = await server.ask("GET", "/api/clusters", token=False, **writer)
+    answer = await server.request("GET", "/api/clusters", token=False, **writer)
     assert answer.json["user"] == {"name": "alice", "may_change": True}
 
 
@@ -1046,10 +754,10 @@ async def test_the_headers_of_cml_identify_users_only_in_cml_sessions(server, mo
 async def test_a_read_only_user_cannot_change_clusters(server, permission):
     server.access.behind_entry = True
     reader = {"REMOTE-USER": "bob", **permission}
-    answer = await server.ask("GET", "/api/clusters", token=False, **reader)
+    answer = await server.request("GET", "/api/clusters", token=False, **reader)
     assert answer.json["user"] == {"name": "bob", "may_change": False}
     for method, path in (("POST", "/api/clusters"), ("DELETE", "/api/clusters/x")):
-        answer = await server.ask(method, path, {}, token=False, **reader)
+        answer = await server.request(method, path, {}, token=False, **reader)
         assert (answer.status, answer.json["error"][:26]) == (403, "You cannot change clusters")
 
 
@@ -1060,10 +768,10 @@ async def test_only_the_configured_users_change_clusters(server, name, may_chang
         server.access.__post_init__()
     server.access.behind_entry = True
     more = await xsrf(server, headers) if may_change else {}
-    answer = await server.ask("DELETE", "/api/clusters/none", token=False, **headers, **more)
+    answer = await server.request("DELETE", "/api/clusters/none", token=False, **headers, **more)
     assert answer.status == (404 if may_change else 403)
     assert ("cml.serve.users" in answer.text) is not may_change
-    page = await server.ask("GET", "/", token=False, **headers)
+    page = await server.request("GET", "/", token=False, **headers)
     assert ("cml.serve.users" in page.text) is not may_change
 
 
@@ -1077,29 +785,29 @@ API_KEY = {"Authorization": "Bearer 0123.abcd"}
 async def test_a_program_sends_the_token_beside_an_api_key_of_cml(server, named):
     server.access.behind_entry = True
     headers = {**API_KEY, **named, "Dask-CML-Token": server.access.token}
-    answer = await server.ask("GET", "/api/clusters", token=False, **headers)
+    answer = await server.request("GET", "/api/clusters", token=False, **headers)
     assert answer.json["user"] == {"name": named.get("REMOTE-USER", this_user()), "may_change": True}
     # It needs no cookie, either.
-    assert (await server.ask("DELETE", "/api/clusters/none", token=False, **headers)).status == 404
+    assert (await server.request("DELETE", "/api/clusters/none", token=False, **headers)).status == 404
 
 
 async def test_an_api_key_of_cml_whose_user_cml_names_needs_no_token(server):
     server.access.behind_entry = True
     headers = {**API_KEY, "REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
-    answer = await server.ask("GET", "/api/clusters", token=False, **headers)
+    answer = await server.request("GET", "/api/clusters", token=False, **headers)
     assert answer.json["user"] == {"name": "alice", "may_change": True}
-    assert (await server.ask("DELETE", "/api/clusters/none", token=False, **headers)).status == 404
-    answer = await server.ask("GET", "/api/clusters", token=False, **headers, **{"Dask-CML-Token": "x"})
+    assert (await server.request("DELETE", "/api/clusters/none", token=False, **headers)).status == 404
+    answer = await server.request("GET", "/api/clusters", token=False, **headers, **{"Dask-CML-Token": "x"})
     assert answer.json["user"] == {"name": "alice", "may_change": True}
 
 
 async def test_an_api_key_of_cml_alone_is_no_token_and_the_answer_says_what_to_send(server):
     server.access.behind_entry = True
-    answer = await server.ask("GET", "/api/clusters", token=False, **API_KEY)
+    answer = await server.request("GET", "/api/clusters", token=False, **API_KEY)
     assert answer.status == 401
     assert "Also send the web UI's token in the header Dask-CML-Token" in answer.json["error"]
     assert "0123.abcd" not in answer.text
-    answer = await server.ask("GET", "/api/clusters", token=False, **{"Dask-CML-Token": "x"})
+    answer = await server.request("GET", "/api/clusters", token=False, **{"Dask-CML-Token": "x"})
     assert answer.status == 401
 
 
@@ -1122,7 +830,7 @@ async def test_a_cluster_belongs_to_the_user_who_created_it(server):
     server.access.behind_entry = True
     writer = {"REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
     more = await xsrf(server, writer)
-    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, token=False, **writer, **more)
+    answer = await server.request("POST", "/api/clusters", {"name": "night"}, token=False, **writer, **more)
     assert answer.status in (201, 202)
     assert (await server.cluster("night"))["by"] == "alice"
     assert store.read("night").maker.user == "alice"
@@ -1130,7 +838,7 @@ async def test_a_cluster_belongs_to_the_user_who_created_it(server):
 
 async def xsrf(server, headers):
     """Return the headers with the XSRF token of the web UI."""
-    answer = await server.ask("GET", "/", token=False, **headers)
+    answer = await server.request("GET", "/", token=False, **headers)
     [cookie] = [cookie for cookie in answer.headers.get_list("Set-Cookie") if "xsrf" in cookie]
     name, _, value = cookie.partition(";")[0].partition("=")
     return {"Cookie": f"{name}={value}", "X-XSRFToken": value}
@@ -1150,7 +858,7 @@ async def xsrf(server, headers):
     ],
 )
 async def test_requests_for_other_hosts_and_from_other_origins_are_refused(server, headers, words):
-    answer = await server.ask("POST", "/api/clusters", {"name": "night"}, **headers)
+    answer = await server.request("POST", "/api/clusters", {"name": "night"}, **headers)
     assert (answer.status, answer.json["error"][: len(words)]) == (403, words)
     assert store.records() == []
 
@@ -1162,21 +870,6 @@ def test_each_start_has_a_new_token(monkeypatch):
 
 
 # -- the process
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.images), signal.SIGINT, signal.SIGHUP]
-)
-def test_a_signal_shuts_down_the_page_and_its_own_clusters(local_clusters, tmp_path, number):
-    with PageServer(tmp_path) as page:
-        asyncio.run(leave("day"))
-        page.create("night", n_workers=1)
-        page.until_runs("day", 0)
-        page.process.send_signal(number)
-        assert page.process.wait(PATIENCE) == 0
-    assert [record.name for record in store.records()] == ["day"]
-    CMLCluster.from_name("day", quiet=True).shutdown()
 
 
 def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform, tmp_path, until):
@@ -1214,20 +907,6 @@ def test_a_pipe_in_place_of_a_log_does_not_delay_the_shutdown(local_clusters, tm
         assert page.ask("GET", "api/clusters/night")[0] == 200
         page.process.terminate()
         assert page.process.wait(PATIENCE) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.images
-def test_a_restarted_page_takes_over_the_clusters_of_a_killed_page(local_clusters, tmp_path):
-    with PageServer(tmp_path) as page:
-        page.create("night", n_workers=1)
-        page.process.kill()
-    with PageServer(tmp_path) as page:
-        page.until_runs("night", 1)
-        assert page.clusters["night"]["kept"]
-        with Client("cml://night") as client:
-            assert client.submit(sum, [1, 2]).result() == 3
-    assert store.records() == []
 
 
 @pytest.mark.parametrize(
