@@ -134,17 +134,6 @@ def test_names_with_special_characters(platform, name):
 
 
 @pytest.mark.slow
-def test_log_directory_keeps_the_output(platform, tmp_path):
-    with (
-        CMLCluster(n_workers=1, log_directory=str(tmp_path / "logs"), name="c", platform="local") as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(1, timeout=120)
-    assert "Scheduler at" in (tmp_path / "logs" / "c" / "c-scheduler.log").read_text()
-    assert "Start worker at" in (tmp_path / "logs" / "c" / "c-0.log").read_text()
-
-
-@pytest.mark.slow
 def test_close_from_two_threads(platform):
     cluster = CMLCluster(n_workers=1, platform="local")
     threads = [threading.Thread(target=cluster.close) for _ in range(2)]
@@ -206,15 +195,6 @@ def test_silence_logs_is_undone_at_the_end(platform):
             assert handler.level == logging.NOTSET
     finally:
         logging.getLogger("distributed").removeHandler(handler)
-
-
-@pytest.mark.slow
-def test_a_cluster_prints_its_log_unless_quiet(platform, capsys):
-    for quiet in (False, True):
-        with CMLCluster(platform="local", quiet=quiet) as cluster:
-            cluster.tell("hello")
-            assert "hello" in cluster.get_logs()["Cluster"]
-        assert ("hello" in capsys.readouterr().out) is not quiet
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, lines_of, log_of, make, rebuild, simulate, target
+from clusters import arrived, log_of, make, rebuild, simulate, target
 from distributed import Client
 from simulated.faults import HTTPError, JSONDecodeError, Mishap
 from simulated.testing import eventually, simulated
@@ -245,69 +245,6 @@ async def test_a_cluster_works_despite_wrong_answers_for_a_while(it, wrong, capl
                 spoil(it, wrong, 0.0)
                 await cluster.close()
     await eventually(lambda: not it.platform.running)
-    assert not traceback_in(caplog)
-
-
-@simulated
-async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
-    def lines():
-        return [
-            record.getMessage()
-            for record in caplog.records
-            if re.match("(Cannot manage|Managing) cluster", record.getMessage())
-        ]
-
-    with dask.config.set({"cml.api.retries": 0}):
-        cluster = await simulate(n_workers=1)
-    async with cluster:
-        await eventually(lambda: complete(cluster, 1))
-        cluster.adapt(minimum=2, maximum=2)
-        spoil(it, "server error", 600.0)
-        [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
-        it.platform.evict(lost)
-        # The first call that fails lists sessions, or stops the lost one.
-        await eventually(lambda: re.search("Internal Server Error|500", repr(cluster)))
-        asked = len(it.platform.calls)
-        await eventually(lambda: len(it.platform.calls) > asked + 3)
-        assert len(lines()) == 1
-        assert re.search("(Internal Server Error|500)$", lines()[0])
-        spoil(it, "server error", 0.0)
-        await eventually(
-            lambda: complete(cluster, 2) and lost not in {session.id for session in cluster.sessions}
-        )
-        await eventually(lambda: len(lines()) == 2)
-        assert lines()[1].endswith("again")
-        assert not cluster.view.gave_up
-    assert not traceback_in(caplog)
-
-
-@simulated
-async def test_a_rotated_key_is_reported_once_with_what_runs_on_and_how_it_ends(it, caplog):
-    async with simulate(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await eventually(lambda: complete(cluster, 1))
-        spoil(it, "unauthorized", 3600.0)
-        await eventually(lambda: "CDSW_API_KEY" in log_of(cluster))
-        await asyncio.sleep(60.0)
-        [line] = [line for line in lines_of(cluster) if "CDSW_API_KEY" in line]
-        assert (
-            "if it was rotated, restart session notebook12345678, with which its worker sessions end." in line
-        )
-        assert "The cluster's 2 sessions and its tasks run on." in line
-        assert "They end after 5 min without a process or client, or with session notebook12345678." in line
-        assert "Cannot manage cluster" not in caplog.text
-        for shown in (repr(cluster), cluster._repr_html_()):
-            assert "CDSW_API_KEY" in shown
-            assert "if it was rotated, restart session notebook12345678" in shown
-        assert await client.submit(sum, [1, 2]) == 3
-        # The scheduler still ends all programs, and nobody claims that the platform has stopped the sessions.
-        began = time.monotonic()
-        words = "which may still run: CML refuses .*The scheduler has closed, so their programs exit$"
-        with pytest.raises(CMLError, match=words):
-            await cluster.close()
-        assert time.monotonic() - began < 10.0
-        await eventually(lambda: not it.platform.running)
-        spoil(it, "unauthorized", 0.0)
-        await cluster.close()
     assert not traceback_in(caplog)
 
 

@@ -55,19 +55,6 @@ async def test_a_session_that_ends_and_leaves_the_list_is_not_said_to_run(it):
 
 
 @simulated
-async def test_a_connected_worker_is_kept_although_the_list_lacks_its_session(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1 and cluster.workers["mine-0"].is_listed)
-        it.platform.set(cluster.workers["mine-0"].session_id, listed=False)
-        await eventually(lambda: cluster.sessions[1].status == "no longer listed", seconds=120)
-        await asyncio.sleep(30.0)
-        assert dask_names(cluster) == {"mine-0"}
-        it.platform.set(cluster.workers["mine-0"].session_id, listed=True)
-        await eventually(lambda: cluster.sessions[1].status == "running")
-        assert log_of(cluster) == ""
-
-
-@simulated
 async def test_a_session_that_the_list_lacks_is_kept_while_its_nanny_starts_a_worker_again(it):
     async with simulate(name="mine", n_workers=1, **PROCESSES) as cluster:
         await eventually(lambda: arrived(cluster) == 1 and cluster.workers["mine-0"].is_listed)

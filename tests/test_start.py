@@ -7,12 +7,11 @@ import time
 import traceback
 
 import pytest
-from clusters import arrived, log_of, simulate
-from simulated.faults import CALM, Weather
+from clusters import arrived, simulate
 from simulated.testing import eventually, simulated
 from testbed import faults
 
-from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
+from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout
 from dask_cml.core.alone import How
 from dask_cml.sessions import mesh
 from dask_cml.sharing import sharing
@@ -84,11 +83,6 @@ def test_a_half_created_session_of_a_refused_launch_is_stopped(platform, start):
     assert platform.sessions()
 
 
-def test_the_error_shows_the_output_of_a_scheduler_that_cannot_run(start):
-    message = str(start(SessionFailed, scheduler_args=["--preload", "no_such_module"]))
-    assert "no_such_module" in message
-
-
 @simulated
 async def test_a_start_in_a_mesh_fails_in_time_and_names_the_cure(it, sidecar):
     it.sessions.are_in_mesh = True
@@ -144,19 +138,3 @@ async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_th
     async with cluster:
         await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)
         assert it.platform.count("launch_workers") == 2
-
-
-@simulated
-async def test_an_outage_of_the_platform_ends_no_start(it):
-    waits = {"waits": 0.0}
-    it.luck.weather = Weather(fates=waits)
-    it.platform.doom("waits", key="scheduler")
-    starting = asyncio.ensure_future(simulate(name="lab", n_workers=1))
-    await eventually(lambda: "lab-0" in it.platform.running)
-    it.luck.weather = Weather(error=1.0, fates=waits)
-    await asyncio.sleep(60)
-    assert not starting.done()
-    it.luck.weather = CALM
-    async with await starting as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        assert "lost" not in log_of(cluster)

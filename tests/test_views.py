@@ -7,7 +7,6 @@ import html
 import io
 import os
 import re
-import subprocess
 import sys
 import threading
 from datetime import datetime, timezone
@@ -133,19 +132,6 @@ def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
 # -- the display
 
 STARTED = "Cluster c started in 0 s"
-
-
-@simulated
-async def test_a_cluster_without_workers_asks_for_some_only_when_tasks_wait(it):
-    """Its user may be about to scale it, or to let it adapt."""
-    async with simulate(name="c") as cluster, Client(cluster, asynchronous=True) as client:
-        assert lines_of(cluster) == []
-        future = client.submit(sum, [1, 2])
-        await eventually(lambda: lines_of(cluster))
-        assert lines_of(cluster)[0].endswith(
-            "the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
-        )
-        del future
 
 
 def test_a_start_whose_workers_are_all_queued_says_so(clock):
@@ -318,19 +304,6 @@ ENDED = r"Cluster c started in .+( with 1 worker|; its worker connects when it h
 PROGRAM = (
     "from dask_cml import CMLCluster; CMLCluster(n_workers=1, name='c', platform='local', quiet={quiet})"
 )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("light", "platform")
-@pytest.mark.parametrize(("quiet", "n"), [(False, 1), (True, 0)])
-def test_a_script_writes_one_line_or_none(quiet, n):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(quiet=quiet)], capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert len(lines) == n
-    assert all(re.fullmatch(ENDED, line) for line in lines)
 
 
 @pytest.mark.slow

@@ -100,6 +100,10 @@ class RunningSessions:
         self.processes[session_id].freeze()
         self._loop.call_later(1.0, self._platform.evict, session_id)
 
+    def cut_off(self, session_id: str, seconds: float, refuses: bool = False) -> None:
+        """Break the network of a session for some seconds; see :meth:`.SimulatedProcess.cut_off`."""
+        self.processes[session_id].cut_off(seconds, refuses)
+
     def program(self, session_id: str) -> list[Any]:
         """Return the scheduler or the workers that run in a session."""
         return self._servers.get(session_id, [])

@@ -1,0 +1,197 @@
+"""What a user is told, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import dask
+import pytest
+from clusters import arrived, connected, lines_of, log_of, rebuild, simulate
+from distributed import Client
+from programs import Program
+from simulated.testing import eventually, simulated
+
+from dask_cml import CMLCluster
+
+NO_FPGA = "3 tasks need FPGA=1, which no worker group offers"
+NO_GPU = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_script_writes_one_line_when_its_cluster_has_started_unless_it_is_quiet(platform, light, quiet):
+    code = f'with CMLCluster(n_workers=1, name="dawn", quiet={quiet}): pass'
+    returned, out, err = Program(code).ends()
+    assert (returned, out) == (0, "")
+    started = r"Cluster dawn started in [\d.]+ (s|min)( with 1 worker|; its 1 worker connects as it starts)\n"
+    assert re.fullmatch("" if quiet else started, err)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@simulated
+async def test_lines_of_a_cluster_are_printed_unless_it_is_quiet(it, quiet, capsys):
+    async with simulate(name="night", n_workers=1, quiet=quiet) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.evict(it.platform.running["night-0"])
+        await eventually(lambda: connected(cluster) == {"night-1"})
+        logs = await cluster.get_logs()
+        assert "Worker night-0 lost: evicted or killed by the platform" in logs["Cluster"]
+    assert ("Worker night-0 lost" in capsys.readouterr().out) is not quiet
+
+
+@simulated
+async def test_a_cluster_shows_its_workers_and_sessions_where_it_is_the_last_line_of_a_cell(it):
+    async with simulate(name="night", n_workers=1, cpu=2) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        for words in ("CMLCluster(night, 'tcp://", "workers=1", "threads=2"):
+            assert words in repr(cluster)
+        for words in ("night-scheduler", "night-0", "running"):
+            assert words in cluster._repr_html_()
+        it.platform.configure({"sessions": 2})
+        cluster.scale(3)
+        await eventually(lambda: "2 pending" in repr(cluster))
+        cluster.adapt(1, 4)
+        assert "adapts between 1 and 4" in repr(cluster)
+    assert re.search(r"closed after .*; 2 sessions, \d\.\d\d vCPU hours\)", repr(cluster))
+
+
+@simulated
+async def test_the_dashboards_link_is_that_of_the_schedulers_session(it):
+    async with simulate(name="night") as cluster:
+        session = it.platform.running["night-scheduler"]
+        assert cluster.dashboard_link.startswith(f"https://{session}.cml.example.com/")
+
+
+@simulated
+async def test_a_cluster_without_workers_asks_for_some_when_tasks_wait(it):
+    async with simulate(name="night") as cluster, Client(cluster, asynchronous=True) as client:
+        await asyncio.sleep(60.0)
+        assert lines_of(cluster) == []
+        future = client.submit(sum, [1, 2])
+        await eventually(lambda: lines_of(cluster))
+        words = "the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
+        assert lines_of(cluster)[0].endswith(words)
+        assert "the cluster has no workers" in repr(cluster)
+        cluster.scale(1)
+        assert await future == 3
+        await eventually(lambda: cluster.problem is None)
+
+
+@simulated
+async def test_tasks_that_no_group_can_run_are_a_problem_until_one_offers_what_they_need(it):
+    async with simulate(name="night") as cluster, Client(cluster, asynchronous=True) as client:
+        futures = client.map(abs, range(3), resources={"FPGA": 1})
+        await eventually(lambda: cluster.problem == NO_FPGA)
+        assert f"problem: {NO_FPGA}" in repr(cluster)
+        assert NO_FPGA in cluster._repr_html_()
+        assert lines_of(cluster) == [f"Cluster night cannot run all tasks: {NO_FPGA}"]
+        await cluster.add_worker_group("fpga", n_workers=1, resources={"FPGA": 1})
+        assert await client.gather(futures) == [*range(3)]
+        await eventually(lambda: cluster.problem is None)
+
+
+@simulated
+async def test_tasks_for_a_group_without_workers_name_the_call_that_scales_it(it):
+    async with (
+        simulate(name="night", worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        future = client.submit(abs, 1, resources={"GPU": 1})
+        call = "call cluster.scale(1, worker_group='gpu')"
+        await eventually(lambda: f"Cluster night cannot run all tasks: {NO_GPU}{call}" in log_of(cluster))
+        cluster.scale(1, worker_group="gpu")
+        assert await future == 1
+
+
+@simulated
+async def test_a_task_for_a_worker_that_does_not_exist_is_told(it):
+    async with (
+        simulate(name="night", n_workers=1) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(1)
+        future = client.submit(abs, 1, workers=["night-7"])
+        words = "1 task is restricted to night-7, which the cluster does not have"
+        await eventually(lambda: f"Cluster night cannot run all tasks: {words}" in log_of(cluster))
+        await future.cancel()
+
+
+@simulated
+async def test_adapt_without_a_maximum_says_which_one_it_takes(it, caplog):
+    async with simulate(name="night") as cluster:
+        cluster.adapt()
+        words = "Cluster night adapts to at most 100 workers: adapt() got no maximum"
+        await eventually(lambda: words in caplog.text)
+
+
+@simulated
+async def test_a_second_cluster_of_a_process_says_how_to_shut_the_first_one_down(it):
+    async with simulate(name="one"), simulate(name="two") as two:
+        [line] = [line for line in lines_of(two) if "another cluster" in line]
+        words = r"This process has another cluster, open for [\d.]+ (s|min)\. To shut it down, run: (.*)"
+        command = re.fullmatch(words, line)
+        assert command
+        assert command[2] == ("from dask_cml import CMLCluster; CMLCluster.from_name('one').shutdown()")
+        assert {cluster.name for cluster in CMLCluster.open()} == {"one", "two"}
+
+
+@simulated
+async def test_who_ended_a_cluster_is_told_to_its_other_users_and_their_clients(it):
+    async with (
+        simulate(name="night", n_workers=1) as cluster,
+        rebuild("night") as other,
+        Client("cml://night", asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(1)
+        future = client.submit(asyncio.sleep, 3600)
+        await asyncio.sleep(10.0)
+        await cluster.shutdown()
+        who = r"closed by \w+ in session notebook12345678 \(process \d+\)"
+        await eventually(lambda: re.search(who, other.problem or ""))
+        await eventually(lambda: future.status == "cancelled")
+        with pytest.raises(Exception, match=rf"cluster night has ended: {who}"):
+            await future
+
+
+@simulated
+async def test_scattered_data_that_was_lost_names_the_reason(it):
+    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(1)
+        [data] = await client.scatter([b"data"])
+        it.platform.evict(it.platform.running["night-0"])
+        await eventually(lambda: data.status == "cancelled")
+        with pytest.raises(Exception, match="cancelled for reason: "):
+            await data
+
+
+def test_logs_are_those_of_the_cluster_the_scheduler_and_each_worker_ended_ones_too(platform, light, until):
+    with (
+        dask.config.set({"cml.platform": "local"}),
+        CMLCluster(name="night", n_workers=2, quiet=True) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(2, timeout=120)
+        client.submit(print, "a task has printed this").result()
+        until(lambda: "a task has printed this" in str(cluster.get_logs()))
+        cluster.scale(0)
+        until(lambda: len(cluster.sessions) == 1)
+        logs = cluster.get_logs()
+        assert [*logs] == ["Cluster", "Scheduler", "night-0", "night-1"]
+        assert logs["Cluster"] == ""
+        assert "Scheduler at" in logs["Scheduler"]
+        assert all("Start worker at" in logs[name] for name in ("night-0", "night-1"))
+        # CML's console shows them only if a program fails.
+        assert [platform.log(session["id"]) for session in platform.sessions()] == ["", "", ""]
+
+
+def test_a_folder_for_logs_keeps_them_after_the_end(platform, light, tmp_path):
+    options = {"name": "night", "platform": "local", "quiet": True, "log_directory": str(tmp_path / "logs")}
+    with CMLCluster(n_workers=1, **options) as cluster, Client(cluster) as client:
+        client.wait_for_workers(1, timeout=120)
+    assert "Scheduler at" in (tmp_path / "logs" / "night" / "night-scheduler.log").read_text()
+    assert "Start worker at" in (tmp_path / "logs" / "night" / "night-0.log").read_text()
+
+
+def test_the_output_of_a_scheduler_that_cannot_run_is_in_the_error(platform, light):
+    with pytest.raises(Exception, match="no_such_module"):
+        CMLCluster(platform="local", quiet=True, scheduler_args=["--preload", "no_such_module"])
