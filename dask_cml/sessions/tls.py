@@ -43,7 +43,8 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     Raises
     ------
     ValueError
-        If a Security lacks keys that the scheduler, the workers or clients need, or a file has none.
+        If a Security lacks keys that the scheduler, the workers or clients need, a file has none, or a
+        certificate is not valid now.
     """
     if not security:
         return None, {}
@@ -54,6 +55,8 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
             values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
     if missing := [field for field, value in values.items() if value is None]:
         raise ValueError(f"invalid security={original!r}: expected a Security with {', '.join(missing)}")
+    if security is not True:
+        _check_dates(values)
     result, files = copy.copy(original), {}
     for field, value in values.items():
         path = Path(value)
@@ -115,6 +118,26 @@ def _usable(field: str, value: str | None) -> str | None:
         why = str(error.strerror)
     words = f"a Security whose {field} is a PEM file or its text, got {str(path)!r} ({why})"
     raise ValueError(f"invalid security: expected {words}")
+
+
+def _check_dates(values: Mapping[str, str]) -> None:
+    """Refuse certificates that are not valid now, with which no handshake succeeds."""
+    from cryptography import x509
+
+    now = datetime.now(timezone.utc)
+    for field in ("tls_ca_file", *(f"tls_{role}_cert" for role in _ROLES)):
+        value = values[field]
+        text = value if _PEM in value else Path(value).read_text(errors="replace")
+        certificates = x509.load_pem_x509_certificates(text.encode())
+        if field != "tls_ca_file":  # a bundle of authorities may have old ones
+            certificates = certificates[:1]
+        if not any(known.not_valid_before_utc <= now <= known.not_valid_after_utc for known in certificates):
+            first, shown = certificates[0], "its text" if _PEM in value else repr(value)
+            dates = (
+                f"{first.not_valid_before_utc:%Y-%m-%d %H:%M} to {first.not_valid_after_utc:%Y-%m-%d %H:%M}"
+            )
+            expected = f"a Security whose {field} is valid now, got {shown} (valid from {dates} UTC)"
+            raise ValueError(f"invalid security: expected {expected}")
 
 
 def _with_key(certificate: str | None) -> str | None:
