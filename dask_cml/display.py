@@ -297,7 +297,7 @@ def as_lines(title: str, rows: Sequence[Row]) -> list[str]:
 
 
 class Line:
-    """A file or pipe, which gets only the last line.
+    """A file or pipe, which gets only the last line, and before a line if the scheduler is queued.
 
     Parameters
     ----------
@@ -307,13 +307,22 @@ class Line:
 
     def __init__(self, out: TextIO | None) -> None:
         self._out = out
+        self._is_queue_told = False
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Do nothing."""
+        """Say once that the scheduler is queued, which may last for minutes."""
+        for scheduler, _, status, _ in rows[:1]:
+            if status.startswith("queued") and not self._is_queue_told:
+                self._is_queue_told = True
+                self._write(f"{title}: {scheduler} is {status}")
 
     def end(self, line: str) -> None:
         """Write a line, unless it is empty."""
-        if line and self._out is not None:
+        if line:
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        if self._out is not None:
             self._out.write(f"{printable(line)}\n")
             self._out.flush()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
+import sys
 from datetime import timedelta
 
 import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, log_of
+from clusters import arrived, log_of, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 from testbed import faults
@@ -181,3 +183,17 @@ async def test_unknown_and_stopping_sessions_have_not_ended(platform, holds, fau
             await holds(lambda: f"Worker {cluster.name}-0 " in log_of(cluster))
             # It has notice, if it is quick enough to tell its scheduler so.
             assert re.search(r"-0 (evicted, with notice|lost: .*stopped); launching", log_of(cluster))
+
+
+@simulated
+async def test_a_program_without_a_terminal_says_once_that_its_scheduler_is_queued(it, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    it.platform.configure(quota={"sessions": 0}, waits_for_room=True)
+    cluster = simulate(name="night", quiet=False)
+    start = asyncio.ensure_future(cluster)
+    await eventually(lambda: "night-scheduler is queued for " in sys.stderr.getvalue())
+    await asyncio.sleep(15)
+    it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
+    await start
+    await cluster.close()
+    assert sys.stderr.getvalue().count(" is queued ") == 1
