@@ -828,8 +828,7 @@ class CMLCluster(SpecCluster):
                 if excess := self.groups.excess(group):
                     self.groups.close(group, await self.retirements.choose(group, excess))
             await self._stop_unwanted(await self._retire_unwanted())
-            if self.keeps:  # another process may launch these workers by now
-                await self._launch_missing()
+            await self._launch_missing()
             await self.sharing.stepped()
 
     def note_changes_by_hand(self) -> None:

@@ -320,6 +320,15 @@ async def found(n_workers):
         yield cluster
 
 
+@asynccontextmanager
+async def of_killed_creator(it):
+    """Yield a cluster that is kept here, and by nobody after that."""
+    await create_and_kill(it, name="night")
+    async with rebuild("night") as cluster:
+        await eventually(lambda: cluster.keeps)
+        yield cluster
+
+
 def launched(it):
     """Return the names of the sessions that are launched, and that nobody has stopped."""
     sessions = [session for session in it.platform.live_sessions if not session.stop_requested]
@@ -373,7 +382,7 @@ async def test_a_process_that_leaves_names_the_sessions_that_are_not_stopped_and
         r"^cluster night left before its last change was carried out: night-0 not stopped \(CML did not stop "
         r"stub.*401.*\)\. To carry it out, run `dask cml scale night 0`$"
     )
-    async with simulate(name="night") as cluster:
+    async with of_killed_creator(it) as cluster:
         it.platform.doom("silent")  # so that its session does not end when the worker retires
         cluster.scale(1)
         await eventually(lambda: cluster.workers)
@@ -394,7 +403,7 @@ async def test_a_process_that_leaves_names_the_sessions_that_are_not_stopped_and
 async def test_a_process_that_leaves_names_the_workers_that_are_not_launched(it):
     command = "`dask cml scale night 2 --group gpu`"
     words = rf"night-gpu-0, night-gpu-1 not launched \(CML did not launch .*\).*{command}$"
-    async with simulate(name="night") as cluster:
+    async with of_killed_creator(it) as cluster:
         await cluster.add_worker_group("gpu")
         it.platform.fail("launch_workers", *[HTTPError(503)] * 1000)
         cluster.scale(2, worker_group="gpu")
@@ -431,7 +440,7 @@ async def test_a_process_that_leaves_waits_as_long_as_data_is_moved(it, monkeypa
         return next(moved)
 
     moved = iter([30, 20, 10, 10])
-    async with simulate(name="night") as cluster:
+    async with of_killed_creator(it) as cluster:
         it.platform.doom("silent")
         cluster.scale(1)
         await eventually(lambda: cluster.workers)
@@ -503,8 +512,8 @@ async def test_a_page_that_ends_names_the_sessions_that_it_leaves_unfinished(it,
 @simulated
 async def test_shutdown_ends_a_cluster_at_once_whose_leaving_waits(it):
     async with found(1) as cluster:
-        with it.platform.held("stop_workers"):
-            cluster.scale(0)
+        with it.platform.held("launch_workers"):
+            cluster.scale(2)
             leaving = asyncio.create_task(cluster.leave())
             await asyncio.sleep(10)
             assert not leaving.done()

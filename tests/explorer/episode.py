@@ -16,7 +16,7 @@ from clusters import is_keeper
 from distributed.core import Status
 from simulated.faults import CALM, Weather
 from simulated.process import SimulatedProcess
-from simulated.session import SimulatedSession
+from simulated.session import SimulatedSession, program_of
 from simulated.world import World
 
 from dask_cml import CMLCluster
@@ -672,7 +672,12 @@ class Episode:
         if self.stopped_schedulers:
             self.violate(f"these schedulers ran and were stopped: {self.stopped_schedulers}")
         self._check_losses()
-        twice = {name: ids for name, ids in self.world.sessions.workers.items() if len(ids) > 1}
+        given = Counter(
+            (name, self._record_of(session))
+            for name, sessions in self.world.sessions.workers.items()
+            for session in sessions
+        )
+        twice = [name for (name, _), n in given.items() if n > 1]
         if twice and not self.was_stale:
             self.violate(f"these names were given more than once: {twice}")
         others = self.platform.all[self.others]
@@ -693,6 +698,11 @@ class Episode:
         for what in self.log.tracebacks:
             self.violate(f"a traceback: {what}")
         self.outcome.leaked = sum(self._leaked(session) for session in self.platform.all.values())
+
+    def _record_of(self, session_id: str) -> Any:
+        """Return the record of the cluster for which a session was launched. Another may have its name."""
+        arguments = program_of(self.platform.all[session_id].code)
+        return None if arguments is None else arguments.get("record")
 
     async def _shut_down_again(self) -> None:
         """Let users whose ``shutdown()`` has named sessions that were not stopped call it again."""

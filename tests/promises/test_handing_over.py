@@ -167,6 +167,24 @@ async def test_a_manager_that_was_stopped_for_a_minute_does_nothing_to_its_succe
 
 
 @simulated
+async def test_a_manager_that_was_stopped_in_the_middle_of_a_step_launches_nothing_again(it):
+    creator = it.process("creator", NOTEBOOK)
+    first = await create_in(creator, name="lab", security=True, n_workers=1)
+    async with rebuild("lab") as other:
+        with it.platform.held("list_workers"):
+            creator.call(first.scale, 3)
+            await eventually(lambda: target(other) == 3)
+            await asyncio.sleep(1.0)
+            creator.pause(60.0)
+        await eventually(lambda: is_keeper(other) and arrived(other) == 3)
+        launched = {*it.platform.all}
+        assert len(launched) == 4
+        await asyncio.sleep(120.0)
+        assert {*it.platform.all} == {*it.platform.live} == launched
+        await other.shutdown()
+
+
+@simulated
 async def test_a_manager_that_regains_a_cluster_knows_what_was_done_meanwhile(it):
     creator = it.process("creator", NOTEBOOK)
     first = await create_in(creator, name="lab", security=True, n_workers=1)
