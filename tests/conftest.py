@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -244,6 +245,25 @@ def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield status
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Stands in for the driver of a session, which has so many GPUs."""
+
+    def nvidia_smi(n: int) -> None:
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        lines = [f"GPU {i}: NVIDIA A100-SXM4-80GB (UUID: GPU-0000000{i})" for i in range(n)]
+        program.write_text(
+            "\n".join(["#!/bin/sh", '[ "$*" = -L ] || exit 2', "cat <<END", *lines, "END", ""])
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    return nvidia_smi
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from workbench import (
     closes_the_connection,
     never_answers,
     never_ends,
+    quota,
     redirects,
     refuses,
     shows_a_page,
@@ -66,16 +67,6 @@ def entry(n=0, session=None, **values):
         "oom_killed": False,
         "k8s_info": {"k8s_exit_code": 0, "k8s_signal": "", "k8s_reason": "", "k8s_message": ""},
         **values,
-    }
-
-
-def quota(user=USER, most=("64", "256", "0"), used=("52", "16", "0")):
-    """The entry of a user."""
-    names = ("cpu", "memory", "nvidia_gpu")
-    return {
-        "user": {"id": 5, "user_name": user, "name": user.title()},
-        "quota_configured": dict(zip(names, most, strict=True)),
-        "quota_usage": dict(zip(names, used, strict=True)),
     }
 
 
@@ -280,20 +271,6 @@ async def test_a_start_that_fails_says_the_platforms_reason(it):
 
 
 # -- a start
-
-
-@simulated
-async def test_a_start_says_once_what_the_quota_leaves(it):
-    it.platform.latency = 1.0
-    async with workbench() as platform:
-        platform.quotas = [quota(most=("8", "64", "0"), used=("7.5", "8", "0"))]
-        async with simulate(name="mine", n_workers=2, cpu=1, memory=1) as cluster:
-            line = "Cluster mine: its workers need 2 vCPU, but your quota leaves 0.5 vCPU"
-            assert lines_of(cluster) == [line]
-            cluster.scale(3)
-            await eventually(lambda: arrived(cluster) == 3)
-            assert lines_of(cluster) == [line]
-        assert len(platform.asked) == 1
 
 
 @pytest.mark.parametrize("misbehaves", [None, never_answers, refuses(401)])

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import arrived, log_of, make
+from clusters import log_of, make
 from distributed import Client
 
 from dask_cml import CMLCluster
 from dask_cml.options import Options
-from dask_cml.records import store
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.worker import gpus
 
@@ -40,25 +38,6 @@ if __name__ == "__main__":
 
 def plan(**options):
     return plan_worker(Options.read(name="mine", **options), Place(Path("/nowhere")), "mine-0", "tcp://x:1")
-
-
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """Stands in for the driver of a session, which has so many GPUs."""
-
-    def nvidia_smi(n):
-        program = tmp_path / "bin" / "nvidia-smi"
-        program.parent.mkdir()
-        lines = [f"GPU {i}: NVIDIA A100-SXM4-80GB (UUID: GPU-0000000{i})" for i in range(n)]
-        program.write_text(
-            "\n".join(["#!/bin/sh", '[ "$*" = -L ] || exit 2', "cat <<END", *lines, "END", ""])
-        )
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-        monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
-
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    return nvidia_smi
 
 
 # -- how many GPUs a session has
@@ -175,70 +154,6 @@ async def seen(cluster, client):
     names = {address: worker["name"] for address, worker in cluster.scheduler_info["workers"].items()}
     answers = await client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
     return {names[address]: answer for address, answer in answers.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("found", "options", "expected"),
-    [
-        (2, {}, ["0", "1"]),
-        (1, {}, [None, None]),
-        (2, {"env": {"CUDA_VISIBLE_DEVICES": "1"}}, ["1", "1"]),
-    ],
-    ids=["all found", "too few found", "set by the user"],
-)
-@pytest.mark.usefixtures("patient")
-async def test_each_worker_of_a_session_sees_its_own_gpu(
-    platform, nvidia_smi, holds, found, options, expected
-):
-    nvidia_smi(found)
-    async with (
-        make(name="mine", n_workers=1, cpu=2, nvidia_gpu=2, **options) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        await client.wait_for_workers(2)
-        await holds(lambda: arrived(cluster) == 1 and len(cluster.scheduler_info["workers"]) == 2)
-        named = {"mine-0-0": expected[0], "mine-0-1": expected[1]}
-        assert await seen(cluster, client) == named
-        log = (await cluster.get_logs())["mine-0"]
-        said = re.findall(r"WARNING - Worker mine-0-(\d): 1 of 2 GPUs found in this session", log)
-        assert sorted(said) == (["0", "1"] if found == 1 else [])
-        await client.restart()
-        assert await seen(cluster, client) == named
-
-
-@pytest.mark.slow
-@pytest.mark.images
-@pytest.mark.parametrize("worker_args", [[], ["--no-nanny"]])
-async def test_a_session_without_a_gpu_is_told_in_its_log_and_to_every_user(
-    platform, nvidia_smi, holds, worker_args
-):
-    nvidia_smi(0)
-    group = {"n_workers": 2, "nvidia_gpu": 1, "worker_args": worker_args}
-    async with (
-        make(name="mine", worker_groups={"gpu": group}) as cluster,
-        make(name="mine", create_mode="connect") as remote,
-    ):
-        await holds(lambda: arrived(cluster) == 2)
-        words = (
-            r"worker mine-gpu-\d found 0 of 1 GPUs in its session(, and so did 1 more)?; tasks run there "
-            "nevertheless; start from an image with CUDA, or ask your CML administrator"
-        )
-        await holds(lambda: "1 more" in str(cluster.problem) and "1 more" in str(remote.problem))
-        await holds(lambda: "GPU" in log_of(cluster))
-        assert re.fullmatch(words, cluster.problem)
-        assert re.fullmatch(words, remote.problem)
-        assert re.fullmatch(f"Cluster mine: {words}", log_of(cluster))
-        assert re.search(f"problem: {words}", repr(cluster))
-        # The scheduler writes its file a moment later.
-        while not (problem := (await asyncio.to_thread(store.read, "mine")).scheduler.workers.problem):
-            await asyncio.sleep(0.05)
-        assert re.fullmatch(words, problem)
-        for name in "mine-gpu-0", "mine-gpu-1":
-            log = (await cluster.get_logs())[name]
-            assert f"WARNING - Worker {name}: 0 of 1 GPUs found in this session" in log
-        await cluster.scale(0, worker_group="gpu")
-        await holds(lambda: cluster.problem is remote.problem is None)
 
 
 @pytest.fixture

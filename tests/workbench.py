@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -106,6 +106,20 @@ async def workbench() -> AsyncIterator[Workbench]:
 
 
 # -- how it may misbehave
+
+
+def quota(
+    user: str = USER,
+    most: Sequence[object] = ("64", "256", "0"),
+    used: Sequence[object] = ("52", "16", "0"),
+) -> dict[str, Any]:
+    """The entry of a user."""
+    names = ("cpu", "memory", "nvidia_gpu")
+    return {
+        "user": {"id": 5, "user_name": user, "name": user.title()},
+        "quota_configured": dict(zip(names, most, strict=True)),
+        "quota_usage": dict(zip(names, used, strict=True)),
+    }
 
 
 async def never_answers(handler: RequestHandler) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import dask
 import pytest
 from clusters import arrived, connected, lines_of, simulate, target
 from distributed import Client
@@ -114,3 +115,21 @@ async def test_a_task_that_runs_is_run_again_elsewhere_when_its_worker_is_stoppe
         cluster.scale(n)
         assert await client.gather(futures) == [*range(6)]
         await eventually(lambda: arrived(cluster) == len(it.platform.running) - 1 == n)
+
+
+@simulated
+async def test_a_worker_that_does_not_answer_is_stopped_after_retire_timeout_and_its_results_computed_again(
+    it,
+):
+    with dask.config.set({"cml.retire-timeout": "60s"}):
+        cluster = await simulate(name="night", n_workers=2)
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(2)
+        held = client.submit(pow, 2, 10, workers=["night-0"], allow_other_workers=True)
+        assert await held == 1024
+        it.sessions.cut_off(it.platform.running["night-0"], 3600.0)
+        await cluster.scale_down(["night-0"])
+        await eventually(lambda: "night-0" not in it.platform.running)
+        assert "Worker night-0 abandoned: no answer for 60 s" in lines_of(cluster)
+        assert await held == 1024
+        assert connected(cluster) == {"night-1"}

@@ -250,3 +250,19 @@ async def test_a_task_that_takes_too_much_memory_is_named_and_its_worker_restart
             assert re.search(f"problem: {words}", repr(cluster))
             assert await client.submit(sum, [1, 2]) == 3  # the session runs on
             assert len(cluster.sessions) == len(platform.sessions()) == 2
+
+
+@pytest.mark.slow
+async def test_a_restart_that_you_ask_for_prints_no_line_and_keeps_the_session(platform, holds):
+    async with make(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(1)
+        sessions = {session.id for session in cluster.sessions}
+        for restart in (
+            client.restart,
+            lambda: client.restart_workers([*cluster.scheduler_info["workers"]]),
+        ):
+            await restart()
+            await client.wait_for_workers(1)
+            assert await client.submit(sum, [1, 2], pure=False) == 3
+        assert {session.id for session in cluster.sessions} == sessions
+        assert log_of(cluster) == ""

@@ -10,6 +10,7 @@ import pytest
 from clusters import arrived, connected, lines_of, log_of, simulate, target
 from distributed import Client
 from simulated.testing import eventually, simulated
+from workbench import quota, workbench
 
 from dask_cml import LaunchRefused
 
@@ -229,3 +230,19 @@ async def test_adapting_keeps_within_the_limits_of_the_site_and_says_so(it):
             words = "Cluster night adapts to 2 of 10 workers, because cml.limits.sessions is 3"
             assert any(line.startswith(words) for line in lines_of(cluster))
             del futures
+
+
+# -- what is left
+
+
+@simulated
+async def test_a_new_cluster_that_needs_more_than_the_quota_leaves_says_so_once(it):
+    it.platform.latency = 1.0
+    async with workbench() as platform:
+        platform.quotas = [quota(most=("8", "64", "0"), used=("7.5", "8", "0"))]
+        async with simulate(name="night", n_workers=2, cpu=1, memory=1) as cluster:
+            line = "Cluster night: its workers need 2 vCPU, but your quota leaves 0.5 vCPU"
+            assert lines_of(cluster) == [line]
+            cluster.scale(3)
+            await eventually(lambda: arrived(cluster) == 3)
+            assert lines_of(cluster) == [line]
