@@ -373,6 +373,50 @@ async def test_other_classes_may_be_in_the_spec(it):
     assert another.state == "closed"
 
 
+@simulated
+async def test_a_group_adapts_beside_a_worker_of_another_class(it, caplog):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        cluster.worker_spec["other"] = {"cls": Elsewhere}
+        await cluster
+        cluster.adapt(3, 4, interval="1s")
+        await eventually(lambda: arrived(cluster) == 2)
+        await asyncio.sleep(5)
+        assert {*cluster.workers} == {"mine-0", "mine-1", "other"}
+        assert "Adaptive scaling of cluster mine failed" not in caplog.text
+
+
+@simulated
+async def test_names_may_be_numbers_as_in_the_examples_of_speccluster(it):
+    async with simulate(name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
+        cluster.worker_spec[7] = cluster.new_spec
+        await cluster
+        await eventually(lambda: names(cluster) == names(remote) == {"mine-0", "7"})
+        await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
+        assert remote.problem is cluster.problem is None
+        assert 7 in cluster.worker_spec
+        del cluster.worker_spec[7]
+        await eventually(lambda: arrived(cluster) == arrived(remote) == 1)
+        add(remote, 8, memory=8)
+        await remote
+        await eventually(lambda: names(cluster) == names(remote) == {"mine-0", "8"})
+
+
+class Numbered(CMLCluster):
+    def _new_worker_name(self, worker_number):
+        return worker_number
+
+
+@pytest.mark.usefixtures("shared_or_alone")
+@simulated
+async def test_a_subclass_may_number_the_workers_as_speccluster_does(it):
+    async with simulate(Numbered, name="mine", n_workers=2) as cluster:
+        await eventually(lambda: names(cluster) == {"0", "1"})
+        it.platform.evict(cluster.workers["0"].session_id)
+        await eventually(lambda: names(cluster) == {"1", "2"})
+        cluster.scale(1)
+        await eventually(lambda: len(cluster.workers) == len(names(cluster)) == 1)
+
+
 @pytest.mark.usefixtures("shared_or_alone")
 @simulated
 async def test_dasks_own_workers_may_be_in_the_spec_by_the_name_of_their_class(it):

@@ -256,7 +256,8 @@ class CMLAdaptive(Adaptive):
         self._busy = snapshot.supply(self._group).busy
         self._borrowed = [*snapshot.borrowed(self._group)]
         plan = self.plan
-        launched = [workers[name].launched_at for name in plan - arrived if name in workers]
+        starting = [workers[name] for name in plan - arrived if name in workers]
+        launched = [getattr(worker, "launched_at", None) for worker in starting]  # none of another class
         return sessions_wanted(
             snapshot,
             self._group,

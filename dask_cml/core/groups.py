@@ -27,6 +27,51 @@ def is_of_session(spec: Mapping[str, Any]) -> bool:
     return isinstance(spec.get("options", {}).get("options"), Options)
 
 
+class Specs(dict[str, Any]):
+    """The dictionary ``worker_spec``, whose keys may be given as numbers, as in the examples of SpecCluster.
+
+    A worker's name is its key, and ``dask worker``, the scheduler and the platform know names as texts only.
+
+    Examples
+    --------
+    >>> specs = Specs({7: "spec"})
+    >>> specs, specs[7], 7 in specs
+    ({'7': 'spec'}, 'spec', True)
+    """
+
+    def __init__(self, *specs: Any, **more: Any) -> None:
+        super().__init__()
+        self.update(*specs, **more)
+
+    def update(self, *specs: Any, **more: Any) -> None:
+        """Add specs, or replace them."""
+        super().update({str(name): spec for name, spec in dict(*specs, **more).items()})
+
+    def setdefault(self, name: Any, spec: Any = None) -> Any:
+        """Return a worker's spec. Without one, add it."""
+        return super().setdefault(str(name), spec)
+
+    def get(self, name: Any, *default: Any) -> Any:
+        """Return a worker's spec, or the default."""
+        return super().get(str(name), *default)
+
+    def pop(self, name: Any, *default: Any) -> Any:
+        """Remove a worker's spec, and return it, or the default."""
+        return super().pop(str(name), *default)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(str(name))
+
+    def __getitem__(self, name: Any) -> Any:
+        return super().__getitem__(str(name))
+
+    def __setitem__(self, name: Any, spec: Any) -> None:
+        super().__setitem__(str(name), spec)
+
+    def __delitem__(self, name: Any) -> None:
+        super().__delitem__(str(name))
+
+
 class GroupDescription(Protocol):
     """A worker group of another process, see :class:`dask_cml.scheduler.board.BoardGroup`."""
 
@@ -84,6 +129,8 @@ class Groups:
 
     def want_first(self) -> None:
         """Want the first workers of all groups, unless that was done, or the cluster runs already."""
+        if not isinstance(self._cluster.worker_spec, Specs):  # SpecCluster.__init__ (spec.py:264) sets a dict
+            self._cluster.worker_spec = Specs(self._cluster.worker_spec)
         options = self.options()
         if self._has_begun or options.create_mode == "connect":
             return
@@ -310,10 +357,10 @@ class Groups:
         if group != DEFAULT_GROUP:
             return {self._next_name(group): self.spec(group)}
         # A subclass may override either method, and give names of its own.
-        [(name, spec)] = self._cluster.new_worker_spec().items()
+        [(name, spec)] = Specs(self._cluster.new_worker_spec()).items()
         while name in self._given:
             self._cluster._i += 1
-            previous, [(name, spec)] = name, self._cluster.new_worker_spec().items()
+            previous, [(name, spec)] = name, Specs(self._cluster.new_worker_spec()).items()
             if name == previous:  # the subclass does not count
                 name = self._next_name(group)
         return {name: spec}
@@ -332,7 +379,7 @@ class Groups:
         with self.lock:
             self._given.update(names)
             # For callers of SpecCluster.new_worker_spec (spec.py:549), which knows no names but the wanted.
-            while self._cluster._new_worker_name(self._cluster._i) in self._given:
+            while str(self._cluster._new_worker_name(self._cluster._i)) in self._given:
                 self._cluster._i += 1
 
     def group_of(self, name: str) -> str:
