@@ -562,10 +562,13 @@ class Episode:
         return [key] if n == 1 else [f"{key}-{i}" for i in range(n)]
 
     def _check_ended(self) -> None:
-        """A running cluster ends by a word of its user, as an orphan, or if it loses schedulers in a row."""
+        """A running cluster ends by a word of its user, as an orphan, or if it loses schedulers in a row.
+
+        It also ends with its scheduler if nobody is there to launch another one.
+        """
         keepers = [actor for actor in self.actors.values() if isinstance(actor, User)]
         started = [keeper for keeper in keepers if isinstance(keeper, Notebook) and keeper.started]
-        if self.ends or not started or not all(keeper.runs for keeper in keepers):
+        if self.ends or all(keeper.ended for keeper in started) or not all(keeper.runs for keeper in keepers):
             return
         told = self._told(started)
         is_orphan = bool(self.away) and any("orphaned: " in line for line in told)
