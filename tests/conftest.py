@@ -50,6 +50,7 @@ TOGETHER = (
     "test_panes.py",
     "test_running.py",
     "test_serve_browser.py",
+    "test_sidebar.py",
     "test_workloads.py",
 )
 

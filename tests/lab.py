@@ -168,11 +168,11 @@ class JupyterServer(ServerProcess):
     def answers(self, path: str) -> bool:
         """Whether it can be reached, and finds something there."""
         try:
-            return self.ask("GET", path)[0] < 400
+            return self.request("GET", path)[0] < 400
         except OSError:
             return False
 
-    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Make a request; return the answer's status and what it says: parsed, if it is JSON."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, method=method)
@@ -190,7 +190,7 @@ class JupyterServer(ServerProcess):
     @property
     def clusters(self) -> dict[str, dict[str, Any]]:
         """What the sidebar lists, by name."""
-        status, models = self.ask("GET", "dask/clusters")
+        status, models = self.request("GET", "dask/clusters")
         assert status == 200, models
         assert len({model["name"] for model in models}) == len(models)
         return {model["name"]: model for model in models}
@@ -272,7 +272,7 @@ class Page:
 
     def _is_connected(self, notebook: str) -> bool:
         """Whether this page has the kernel of a notebook, and not only the kernel's name."""
-        sessions = self._server.ask("GET", "api/sessions")[1]
+        sessions = self._server.request("GET", "api/sessions")[1]
         kernels = [session["kernel"] for session in sessions if session["path"] == notebook]
         return any(kernel["connections"] and kernel["execution_state"] == "idle" for kernel in kernels)
 

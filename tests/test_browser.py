@@ -68,7 +68,7 @@ def opened(chrome, server, request, tmp_path):
 
 def live(server):
     for model in server.clusters.values():
-        server.ask("DELETE", f"dask/clusters/{model['id']}")
+        server.request("DELETE", f"dask/clusters/{model['id']}")
     return store.records()
 
 
