@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from unittest import mock
@@ -719,6 +720,31 @@ async def test_the_scheduler_is_replaced_although_the_record_cannot_be_read_for_
         it.files.stale = True
         it.loop.call_later(15.0, setattr, it.files, "stale", False)
         await lose_and_recover(it, cluster)
+
+
+@simulated
+async def test_a_process_does_not_wait_for_its_own_claim_after_a_failure_of_the_file_system(it):
+    with dask.config.set({"cml.scheduler-restarts": 1}):
+        await fail_after_the_claim(it)
+
+
+async def fail_after_the_claim(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        link = it.files.link
+
+        def link_and_fail(source, target, **options):
+            link(source, target, **options)
+            if str(target).endswith("board-1.json"):
+                it.files.stale = True
+                it.loop.call_later(2.0, setattr, it.files, "stale", False)
+
+        it.files.link = link_and_fail
+        begin = time.monotonic()
+        it.platform.evict(cluster.sessions[0].id)
+        await eventually(lambda: cluster.place.number == 2, 3000.0)
+        await eventually(lambda: stands(it, cluster, 1))
+        assert time.monotonic() - begin < 150.0
 
 
 @simulated

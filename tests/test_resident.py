@@ -96,6 +96,22 @@ async def test_a_keeper_that_hangs_is_replaced(it):
 
 
 @simulated
+async def test_a_keeper_that_hangs_while_a_notebook_keeps_the_cluster_is_replaced_at_once_afterwards(it):
+    await leave_alone(it, n_workers=1)
+    await eventually(lambda: state().manager == WHO)
+    [process] = residents(it)
+    process.freeze()
+    async with rebuild("night") as cluster:
+        await eventually(lambda: cluster.keeps)
+        await asyncio.sleep(2 * timing.silence)
+    begin = time.monotonic()
+    it.platform.evict(it.platform.running["night-0"])
+    await eventually(lambda: "night-1" in it.platform.running and connected() == 1, 300.0)
+    assert time.monotonic() - begin < 60.0
+    await shut_down()
+
+
+@simulated
 async def test_a_keeper_that_cannot_be_started_is_tried_again_later(it, monkeypatch):
     async def fail(*_):
         starts.append(None)

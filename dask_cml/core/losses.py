@@ -81,7 +81,9 @@ class Losses:
         is_due = time.monotonic() - self._listed >= self._watch_interval
         if not (incomplete or is_due or any(worker.phase is not Phase.RUNNING for worker in wanted)):
             return {}
-        listing = await self._cluster.api.sessions()
+        listing = await self._cluster.api.sessions_within(timing.listing)
+        if listing is None:
+            return {}
         self._listed = time.monotonic()
         self._adoption.take_connected()
         dead: set[str] = set()

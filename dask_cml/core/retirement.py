@@ -181,7 +181,7 @@ class Retirements:
         if holding:
             # The platform may list a session as ended before the scheduler notices it.
             with contextlib.suppress(CMLError):
-                listing = await self._cluster.api.sessions()
+                listing = await self._cluster.api.sessions_within(timing.listing) or {}
                 holding -= {worker.name for worker in workers if worker.update(listing)}
         return holding
 

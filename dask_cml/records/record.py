@@ -175,6 +175,8 @@ class SchedulerState:
         The id of its session.
     app_url : str or None
         The URL of its session, once known.
+    keeper : str or None
+        The id of the process that launches it. None after it has written its file.
     manager : str or None
         Who keeps the cluster, for users. None: no process does.
     closed : str or None
@@ -207,6 +209,7 @@ class SchedulerState:
     id: str | None = None
     session: str | None = None
     app_url: str | None = None
+    keeper: str | None = None
     manager: str | None = None
     closed: str | None = None
     protocol: _Count | None = None

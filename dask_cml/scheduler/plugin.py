@@ -36,7 +36,7 @@ from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Text, Watcher, checked
 from dask_cml.scheduler.questions import NAME, WorkerQuestions
 from dask_cml.scheduler.resident import WHO, Resident
-from dask_cml.scheduler.state_file import SignOfLife, StateFile, unless_stale
+from dask_cml.scheduler.state_file import REPLACED, SignOfLife, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
 from dask_cml.timing import timing
 from dask_cml.validation import validate
@@ -199,7 +199,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return session_of(self._cluster, str(worker.name), worker.extra.get("cml"))
 
     async def _keep_file(self) -> None:
-        self._shut_down(await self._file.run(self._state))
+        why = await self._file.run(self._state)
+        self._shut_down(why, is_over=why != REPLACED)
 
     async def terminate(self, comm: Comm, reason: str = "", **arguments: Any) -> None:
         """Close the scheduler for good, as ``Client.shutdown`` asks for, and processes with a reason."""
@@ -426,7 +427,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._known_users = n_users
             self._board.touch()
             self._publish()
-        self._resident.check(self._lives_on and not n_users and self._board.keeper is None)
+        is_needed = self._lives_on and not n_users and self._board.keeper is None
+        self._resident.check(is_needed, keeps=self._board.keeper is not None and self._manager == WHO)
         reason = self._lifetime.check(now)
         if self._watchers.is_orphan:
             reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
@@ -502,11 +504,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             lines = [f"{task.key}: {task.exception_text or _WORKERS_DIED}" for task in reversed(failed)]
             self._activity.failures = [line[:_LONGEST_FAILURE] for line in lines]
 
-    def _shut_down(self, reason: str) -> None:
+    def _shut_down(self, reason: str, *, is_over: bool = True) -> None:
         self._questions.rest()
         for callback in self._periodic:
             callback.stop()
-        self._closing = asyncio.create_task(self._lifetime.end(reason))
+        self._closing = asyncio.create_task(self._lifetime.end(reason, is_over=is_over))
 
     # -- Dask workers
 

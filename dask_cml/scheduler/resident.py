@@ -23,7 +23,7 @@ _MODULE = "dask_cml.sharing.resident"
 _ALONE = 10.0
 #: Seconds after a failed start until the next one. They double.
 _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
-#: Seconds without a keeper after which a process that runs counts as hung.
+#: Seconds without keeping the cluster after which a process that runs counts as hung.
 _HUNG = 120.0
 #: Seconds for the process to stop the cluster's sessions when its scheduler closes.
 _END = 4.0
@@ -52,15 +52,30 @@ class Resident:
         #: Seconds for which nobody has kept the cluster, and for which somebody has since. Who passes by only
         #: interrupts the first ones.
         self._alone = self._kept = 0.0
+        #: Seconds for which the process has run without keeping the cluster.
+        self._useless = 0.0
         self._checked = time.monotonic()
         self._pause, self._not_before = _FIRST_PAUSE, 0.0
         #: Set when the scheduler closes.
         self._closes = asyncio.Event()
 
-    def check(self, is_needed: bool) -> None:
-        """Start the process if it has been needed for a while. It ends by itself."""
+    def check(self, is_needed: bool, *, keeps: bool) -> None:
+        """Start the process if it has been needed for a while. It ends by itself, unless it hangs.
+
+        Parameters
+        ----------
+        is_needed : bool
+            Whether nobody keeps the cluster.
+        keeps : bool
+            Whether the process keeps it.
+        """
         now = time.monotonic()
-        seconds, self._checked = now - self._checked, now
+        # A pause of the scheduler says nothing of the process.
+        seconds, self._checked = min(now - self._checked, timing.lease), now
+        runs = self._running is not None and not self._running.done()
+        self._useless = self._useless + seconds if runs and not keeps else 0.0
+        if self._running is not None and self._useless > _HUNG:
+            self._running.cancel()
         if not is_needed:
             self.problem = None
             self._kept += seconds
@@ -69,10 +84,7 @@ class Resident:
             return
         self._kept = 0.0
         self._alone += seconds
-        if self._running is not None and not self._running.done():
-            if self._alone > _HUNG:
-                self._running.cancel()
-        elif self._alone >= _ALONE and now >= self._not_before:
+        if not runs and self._alone >= _ALONE and now >= self._not_before:
             self._alone = 0.0
             self._running = asyncio.create_task(self._run())
 

@@ -30,6 +30,8 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 _REST, _GONE_FOR = 1.0, 30.0
 #: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
 _STALE_FOR = 30.0
+#: Why a scheduler closes while its cluster goes on.
+REPLACED = "another scheduler replaces it"
 
 T = TypeVar("T")
 
@@ -115,7 +117,7 @@ class StateFile:
         if self._begun is not None and read_file(self.folder / board_file(self.number)) != self._begun:
             return "another cluster has its name"
         write_file(self.folder / scheduler_file(self.number), json.dumps(content).encode())
-        return "another scheduler replaces it" if board_file(self.number + 1) in names else None
+        return REPLACED if board_file(self.number + 1) in names else None
 
     def date(self) -> None:
         """Date the file now, if it still is the file of this scheduler and of its cluster. Blocks.

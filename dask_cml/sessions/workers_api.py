@@ -143,6 +143,8 @@ class WorkersAPI:
         self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
         self._interval = setting("api.poll-interval")
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
+        #: A listing that nobody has waited for until its end.
+        self._late: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
         self._stopping = _stopping.setdefault(module, _Stopping())
         self._ended = False
@@ -328,15 +330,34 @@ class WorkersAPI:
         CMLError
             If all calls fail, or :meth:`close` is called meanwhile.
         """
+        task = self._begin_listing()
+        await asyncio.wait([task])
+        return _result(task)
+
+    async def sessions_within(self, seconds: float) -> dict[str, SessionInfo] | None:
+        """Return the sessions as :meth:`sessions` does, or None if the platform needs longer.
+
+        The next call returns the late answer, or raises its error.
+
+        Raises
+        ------
+        CMLError
+            If all calls fail, or :meth:`close` is called meanwhile.
+        """
+        task = self._late = self._late or self._begin_listing()
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            return None
+        if self._late is task:
+            self._late = None
+        return _result(task)
+
+    def _begin_listing(self) -> asyncio.Task[dict[str, SessionInfo]]:
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list())
-            # If all waiting tasks are cancelled, nobody retrieves its error.
+            # If nobody waits any more, nobody retrieves its error.
             self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        task = self._listing
-        await asyncio.wait([task])
-        if task.cancelled():  # by close(); the waiting task is not cancelled
-            raise CMLError("sessions not listed: the cluster has shut down")
-        return task.result()
+        return self._listing
 
     async def _list(self) -> dict[str, SessionInfo]:
         await asyncio.sleep(self._next_listing - time.monotonic())
@@ -506,6 +527,12 @@ class WorkersAPI:
         stops = [lambda group=group: self._stop_now(group) for group in groups]
         errors = self._calls.run_all(stops, limit)
         return errors if self.live else []  # a call that hung may have succeeded meanwhile
+
+
+def _result(listing: asyncio.Task[dict[str, SessionInfo]]) -> dict[str, SessionInfo]:
+    if listing.cancelled():  # by close(); the waiting task is not cancelled
+        raise CMLError("sessions not listed: the cluster has shut down")
+    return listing.result()
 
 
 def _without_live(stopped: Collection[str], listing: Mapping[str, SessionInfo]) -> set[str]:

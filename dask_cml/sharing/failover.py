@@ -131,9 +131,12 @@ class Failover:
         record, scheduler = await self._read(known), self._cluster.scheduler
         if record.scheduler.number > self._cluster.place.number:
             return "another process replaces it"
+        if self._cluster.is_resident:  # whose standard input ends with the scheduler, however silent that is
+            return None
         listing: Mapping[str, SessionInfo] | None = None
         with contextlib.suppress(CMLError):
-            listing = await self._cluster.api.sessions()
+            # A platform that hangs must not keep this process from connecting again.
+            listing = await self._cluster.api.sessions_within(timing.listing)
         if isinstance(scheduler, CMLScheduler):
             if listing is not None:
                 scheduler.update(listing)
@@ -231,7 +234,9 @@ class Failover:
                 return
             elif not (is_next and self._may_start(last, waited)) and self._may_launch(waited):
                 try:
-                    if await self._answers(record) or await self._launch_next(record, why, refused):
+                    # A file system may fail between the claim of this process and its launch.
+                    not_lost = refused or (is_next and last.keeper == self._link.id)
+                    if await self._answers(record) or await self._launch_next(record, why, not_lost):
                         return
                     refused = False
                 except SchedulerTimeout as error:  # it may answer later, also to other processes
@@ -256,7 +261,9 @@ class Failover:
         return self._cluster.is_keeper or (self._successor.may_keep and waited > timing.succession)
 
     def _may_start(self, last: SchedulerState, waited: float) -> bool:
-        """Return whether the scheduler that another process launches has time left to start."""
+        """Return whether another process launches the scheduler, which has time left to start."""
+        if last.keeper == self._link.id:  # that is this process, which does not launch it any more
+            return False
         patience = self._cluster.options.pending_timeout + self._cluster.options.scheduler_timeout
         return waited < patience and (last.maker is None or last.maker.lives() is not False)
 
@@ -268,7 +275,7 @@ class Failover:
             return expected.items() <= hello.items()
         return False
 
-    async def _launch_next(self, record: Record, why: str, refused: bool) -> bool:
+    async def _launch_next(self, record: Record, why: str, not_lost: bool) -> bool:
         """Launch the next scheduler after a pause. Return False if another process does, or the last answers.
 
         Parameters
@@ -277,8 +284,9 @@ class Failover:
             The cluster's record.
         why : str
             Why the last scheduler was lost or not launched.
-        refused : bool
-            Whether the platform has just refused to launch it. Then nothing more was lost.
+        not_lost : bool
+            Whether the platform has just refused to launch it, or this process has failed to. Then no other
+            scheduler was lost.
 
         Raises
         ------
@@ -288,7 +296,7 @@ class Failover:
         limit, restarts = setting("scheduler-restarts"), record.scheduler.restarts
         if self._cluster.is_resident:  # this process ends with the scheduler's session
             limit = 0
-        if refused:
+        if not_lost:
             await asyncio.sleep(setting("quota-retry"))
         else:
             if restarts >= limit:
