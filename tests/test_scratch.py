@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from types import SimpleNamespace
 
 import dask
 import pytest
-from click.testing import CliRunner
-from clusters import arrived, log_of, make
-from distributed import Client, wait
 from distributed.core import Status
 
-from dask_cml import cli
 from dask_cml.core.policy import Snapshot, Supply, Work, sessions_wanted
 from dask_cml.doctor import environment
 from dask_cml.scheduler.full import full_words
@@ -77,55 +71,6 @@ def test_adaptive_scaling_counts_no_work_on_full_sessions():
 
 def test_full_sessions_without_work_need_no_others():
     assert wanted(full=2, tasks=0) == 2
-
-
-# -- on real processes
-
-
-@pytest.fixture
-async def mine(platform, no_nannies):
-    # The disk is spilled to only by data that the worker manages, so its looks at all memory are off.
-    settings = {
-        "distributed.worker.memory.terminate": False,
-        "distributed.worker.memory.spill": False,
-        "distributed.worker.memory.target": 0.3,
-        "distributed.worker.memory.pause": 0.6,
-    }
-    with dask.config.set(settings):
-        async with make(name="mine", n_workers=1, memory=1, scratch="500 MB") as cluster:
-            yield cluster
-
-
-@pytest.mark.slow
-async def test_a_full_worker_is_reported_and_resumes_after_results_are_released(mine, holds):
-    def block(n):
-        import numpy as np
-
-        return np.random.default_rng(n).integers(0, 2**60, 2**22)  # 32 MiB
-
-    def is_reported():
-        return "mine-0 has spilled" in repr(mine)
-
-    async with Client(mine, asynchronous=True) as client:
-        await client.wait_for_workers(1)
-        blocks = client.map(block, range(40))  # 1.3 GB
-        await holds(is_reported)
-        assert "GB and is paused: scale up, or give workers more memory" in repr(mine)
-        assert "is paused: scale up" in mine._repr_html_()
-        await holds(lambda: "Cluster mine: worker mine-0 has spilled" in log_of(mine))
-        info = await asyncio.to_thread(
-            CliRunner().invoke, cli.cml, ["info", "mine", "--json"], catch_exceptions=False
-        )
-        assert "worker mine-0 has spilled" in json.loads(info.output)["problem"]
-        mine.adapt(minimum=1, maximum=3, interval="200 ms")
-        await wait(blocks)
-        assert arrived(mine) >= 2
-        mine.scale(3)  # adaptive scaling could stop mine-0 once it holds no results
-        for future in blocks:
-            future.release()
-        await holds(lambda: not is_reported())
-        again = client.submit(sum, [1, 2], workers=["mine-0"])
-        assert await again == 3
 
 
 # -- the doctor

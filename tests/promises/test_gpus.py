@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from types import ModuleType, SimpleNamespace
 
 import dask
 import pytest
-from clusters import arrived, connected, log_of, make
+from clusters import arrived, connected, log_of, make, simulate
 from distributed import Client
+from simulated.testing import eventually, simulated
+
+
+def label(number: str, key: str, value: str) -> SimpleNamespace:
+    """Return a label of a site, as CML's API v2 lists it."""
+    return SimpleNamespace(id=number, label_key=key, label_value=value, display_name=None, availability=True)
+
+
+#: Those of one site.
+LABELS = [
+    label("3", "nvidia.com/gpu.product", "A100"),
+    label("7", "rdma.network.name", "default/roce-network"),
+]
+
+
+@pytest.fixture
+def cmlapi(monkeypatch):
+    """CML's client of its API v2."""
+    module = ModuleType("cmlapi")
+    answer = SimpleNamespace(accelerator_node_label=LABELS)
+    module.default_client = lambda: SimpleNamespace(list_all_accelerator_node_labels=lambda: answer)
+    monkeypatch.setitem(sys.modules, "cmlapi", module)
 
 
 async def seen(cluster, client):
@@ -71,3 +95,21 @@ async def test_a_session_without_a_gpu_is_told_and_its_workers_start_nevertheles
         assert re.fullmatch(words, other.problem)
         assert re.fullmatch(f"Cluster night: {words}", log_of(cluster))
         assert re.search(f"problem: {words}", repr(cluster))
+
+
+@simulated
+async def test_a_kind_of_gpu_and_a_network_are_chosen_by_their_names(it, cmlapi):
+    options = {"accelerator_label": "A100", "rdma_network": [("default/roce-network", 2)]}
+    async with simulate(n_workers=1, nvidia_gpu=1, launch_options=options) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        [arguments] = [sent for sent in it.platform.arguments("launch_workers") if sent["nvidia_gpu"]]
+        assert arguments["accelerator_label_id"] == 3
+        assert arguments["rdma_network_selections"] == [{"network_label_id": 7, "quantity": 2}]
+
+
+@simulated
+async def test_a_kind_of_gpu_that_the_site_does_not_have_is_refused_before_anything_is_launched(it, cmlapi):
+    words = r"'accelerator_label'\]='V100': expected a kind of GPU of this site: 'A100'"
+    with pytest.raises(ValueError, match=words):
+        await simulate(n_workers=1, nvidia_gpu=1, launch_options={"accelerator_label": "V100"})
+    assert it.platform.all == {}

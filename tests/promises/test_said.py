@@ -7,8 +7,8 @@ import re
 
 import dask
 import pytest
-from clusters import arrived, connected, lines_of, log_of, rebuild, simulate
-from distributed import Client
+from clusters import arrived, connected, lines_of, log_of, make, rebuild, simulate
+from distributed import Client, wait
 from programs import Program
 from simulated.testing import eventually, simulated
 
@@ -23,7 +23,9 @@ def test_a_script_writes_one_line_when_its_cluster_has_started_unless_it_is_quie
     code = f'with CMLCluster(n_workers=1, name="dawn", quiet={quiet}): pass'
     returned, out, err = Program(code).ends()
     assert (returned, out) == (0, "")
-    started = r"Cluster dawn started in [\d.]+ (s|min)( with 1 worker|; its 1 worker connects as it starts)\n"
+    started = (
+        r"Cluster dawn started in [\d.]+ (s|min)( with 1 worker|; its worker connects when it has started)\n"
+    )
     assert re.fullmatch("" if quiet else started, err)
 
 
@@ -195,3 +197,43 @@ def test_a_folder_for_logs_keeps_them_after_the_end(platform, light, tmp_path):
 def test_the_output_of_a_scheduler_that_cannot_run_is_in_the_error(platform, light):
     with pytest.raises(Exception, match="no_such_module"):
         CMLCluster(platform="local", quiet=True, scheduler_args=["--preload", "no_such_module"])
+
+
+#: The disk is spilled to only by data that a worker manages, so its looks at all memory are off.
+SPILLS = {
+    "distributed.worker.memory.terminate": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.target": 0.3,
+    "distributed.worker.memory.pause": 0.6,
+}
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_memory_and_disk_are_full_is_told_and_others_come_under_adapt(
+    platform, no_nannies, holds
+):
+    def block(n):
+        import numpy as np
+
+        return np.random.default_rng(n).integers(0, 2**60, 2**22)  # 32 MiB
+
+    def is_told():
+        return "worker night-0 has spilled" in repr(cluster)
+
+    with dask.config.set(SPILLS):
+        cluster = await make(name="night", n_workers=1, memory=1, scratch="500 MB")
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(1)
+        blocks = client.map(block, range(40))  # 1.3 GB
+        await holds(is_told)
+        assert "GB and is paused: scale up, or give workers more memory" in repr(cluster)
+        assert "is paused: scale up" in cluster._repr_html_()
+        await holds(lambda: "Cluster night: worker night-0 has spilled" in log_of(cluster))
+        cluster.adapt(minimum=1, maximum=3, interval="200 ms")
+        await wait(blocks)
+        assert arrived(cluster) >= 2
+        cluster.scale(3)  # adaptive scaling could stop night-0 once it holds no results
+        for future in blocks:
+            future.release()
+        await holds(lambda: not is_told())
+        assert await client.submit(sum, [1, 2], workers=["night-0"]) == 3
