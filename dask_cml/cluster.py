@@ -349,8 +349,8 @@ class CMLCluster(SpecCluster):
         self._n_starting = 0
         self._looking: asyncio.Task[None] | None = None
         self._steps: set[asyncio.Task[None]] = set()
-        #: Since when the scheduler has answered. None: it does not.
-        self._heard_since: float | None = None
+        #: Since when the scheduler has not answered. None: it does.
+        self._unheard_since: float | None = None
         self._lock = asyncio.Lock()
         end_at_exit(self)
         super().__init__(
@@ -942,16 +942,16 @@ class CMLCluster(SpecCluster):
 
     # -- the look
 
-    def begin_looking(self, heard_since: float | None = None) -> None:
+    def begin_looking(self, unheard_since: float | None = -math.inf) -> None:
         """Look at the sessions and adapt from now on.
 
         Parameters
         ----------
-        heard_since : float, optional
-            The monotonic time since which the scheduler has answered. Default: the first look.
+        unheard_since : float or None
+            The monotonic time since which the scheduler has not answered. None: it did. Default: it is new.
         """
         self.groups.begin_adapting()
-        self._heard_since = heard_since
+        self._unheard_since = unheard_since
         self._looking = asyncio.create_task(self._look_for_ever())
 
     async def stop_looking(self) -> None:
@@ -979,13 +979,16 @@ class CMLCluster(SpecCluster):
     async def _look(self) -> None:
         """Find lost workers and replace them in ``worker_spec``. Then take a step."""
         if not self.sharing.is_connected:
-            self._heard_since = None
+            self._unheard_since = self._unheard_since or time.monotonic()
             return
-        self._heard_since = self._heard_since or time.monotonic()
+        if self._unheard_since is not None:
+            for worker in self.processes.workers():
+                worker.excuse(self._unheard_since)
+            self._unheard_since = None
         try:
             # While the platform lists no sessions, no loss is known. Everything else goes on.
             with contextlib.suppress(CallFailed):  # tell_outage says it once
-                await self.losses.replace(await self.losses.find(self._heard_since))
+                await self.losses.replace(await self.losses.find())
             await self.sharing.look()
             await self._correct_state()
             self.losses.note_states()

@@ -6,7 +6,7 @@ import asyncio
 
 import dask
 import pytest
-from clusters import arrived, log_of, scheduler_of, simulate
+from clusters import arrived, cut_off, log_of, scheduler_of, simulate
 from distributed import Worker
 from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
@@ -152,6 +152,19 @@ async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connec
         await eventually(
             lambda: "mine-0 lost: it did not connect within 10 s" in log_of(cluster), seconds=9.0
         )
+
+
+@simulated
+async def test_a_worker_that_never_connects_is_replaced_although_the_scheduler_is_away_now_and_then(it):
+    it.platform.doom("silent", key="-0")
+    async with simulate(name="mine", n_workers=1, worker_timeout=100) as cluster:
+        for _ in range(4):
+            await asyncio.sleep(25)
+            heal = cut_off(cluster)
+            await asyncio.sleep(25)
+            heal()
+        assert {*cluster.workers} == {"mine-0"}
+        await eventually(lambda: "mine-0 lost: it did not connect within 100 s" in log_of(cluster), 30)
 
 
 @simulated

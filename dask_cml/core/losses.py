@@ -57,13 +57,8 @@ class Losses:
         #: The phases of the wanted workers of which other processes know.
         self._phases: dict[CMLWorker, Phase] = {}
 
-    async def find(self, heard_since: float) -> dict[str, Loss]:
+    async def find(self) -> dict[str, Loss]:
         """Return why wanted workers are lost, by their names.
-
-        Parameters
-        ----------
-        heard_since : float
-            The monotonic time since which the scheduler has answered.
 
         Raises
         ------
@@ -96,7 +91,7 @@ class Losses:
             await drop(self._cluster, dead)
         incomplete = self._note_connected(self._processes.wanted(), dead)
         await self._adoption.take_started(incomplete, listing)
-        losses = await find_losses(incomplete, self._cluster.ask, time.monotonic() - heard_since)
+        losses = await find_losses(incomplete, self._cluster.ask)
         connected = connected_names(self._cluster)  # a worker may have come back before the answers
         running = [worker for worker in incomplete if not (worker.has_ended or worker.was_closed)]
         back = {worker.name for worker in running if connected.issuperset(worker.dask_names)}
@@ -160,7 +155,7 @@ def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[st
     return {worker.name: Loss(Cause.EVICTED, "evicted, with notice") for worker in evicted}
 
 
-async def find_losses(workers: Collection[CMLWorker], ask: Ask, heard_for: float) -> dict[str, Loss]:
+async def find_losses(workers: Collection[CMLWorker], ask: Ask) -> dict[str, Loss]:
     """Return why workers that lack a Dask worker are lost, by their names. Other workers may still connect.
 
     Parameters
@@ -169,11 +164,9 @@ async def find_losses(workers: Collection[CMLWorker], ask: Ask, heard_for: float
         Workers that lack a Dask worker. Their states are those of the platform's last list.
     ask : callable
         Asks the scheduler what it knew last of them.
-    heard_for : float
-        Time for which the scheduler has answered, in seconds. Before, no worker could connect.
     """
     running = [worker for worker in workers if not _is_over(worker)]
-    late = await _find_late(running, ask, heard_for)
+    late = await _find_late(running, ask)
     lost = [worker for worker in workers if worker not in running or worker.name in late]
     # Of a session that the platform does not list here, the notice is the only sign of its end.
     unseen = [worker for worker in running if worker.gone_since is not None and not worker.is_listed]
@@ -210,7 +203,7 @@ def _is_over(worker: CMLWorker) -> bool:
     return worker.phase is Phase.MISSING and gone_for > timing.unlisted
 
 
-async def _find_late(workers: Collection[CMLWorker], ask: Ask, heard_for: float) -> dict[str, float]:
+async def _find_late(workers: Collection[CMLWorker], ask: Ask) -> dict[str, float]:
     """Return the time limits of the sessions whose Dask workers have been absent for longer, by their names.
 
     A process may take long to import its packages, also when its nanny starts it again. If its nanny does not
@@ -228,7 +221,7 @@ async def _find_late(workers: Collection[CMLWorker], ask: Ask, heard_for: float)
         limit = worker.options.worker_timeout
         if not abandoned.isdisjoint(worker.dask_names):
             limit = without_nanny
-        if gone_for.get(worker, min(worker.runs_for, heard_for)) > limit:
+        if gone_for.get(worker, worker.runs_for) > limit:
             late[worker.name] = limit
     return late
 

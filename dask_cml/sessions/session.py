@@ -318,6 +318,11 @@ class CMLProcess(ProcessInterface):
         """Seconds for which the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
 
+    def excuse(self, since: float) -> None:
+        """Do not count the time since then, in which the session could not connect to its scheduler."""
+        if self._begun_at is not None:
+            self._begun_at += max(0.0, time.monotonic() - max(since, self._begun_at))
+
     def late(self, verb: str, timeout: float) -> str | None:
         """Return the failure if the session has not done something within `timeout` seconds, else None.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 import shlex
 import time
@@ -458,7 +457,7 @@ class Sharing(Alone):
             await self._follower.step()  # what was changed here is on the board then
             await keeper.succeed(record)
             self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
-        cluster.begin_looking(heard_since=-math.inf)  # by others
+        cluster.begin_looking(unheard_since=None)
         logger.info("Cluster %s managed by this process", record.name)
 
     async def _yield(self, keeper: Keeper) -> None:
