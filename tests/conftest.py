@@ -105,7 +105,8 @@ for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_signum, _handler)
 
 # It does not import beside the newest distributed, so it is installed where an older one is tested.
-collect_ignore = [] if importlib.util.find_spec("dask_ctl") else ["test_dask_ctl.py"]
+_CTL = ["test_dask_ctl.py", "promises/test_dask_ctl.py"]
+collect_ignore = [] if importlib.util.find_spec("dask_ctl") else _CTL
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")
 #: Seconds to wait for what takes a few on a quiet machine: how loaded a machine is, no test can know.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -28,12 +27,11 @@ from clusters import (
     write_record,
     write_scheduler,
 )
-from distributed import Client, KilledWorker
+from distributed import Client
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, cli
-from dask_cml.errors import CMLError
 from dask_cml.jupyter import ListedCluster
 from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER, RECORD_FILE
 from dask_cml.options import state_directory
@@ -70,25 +68,6 @@ def locally(platform, light, monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     with dask.config.set({"cml.platform": "local", "cml.api.poll-interval": "200ms"}):
         yield platform
-
-
-@pytest.mark.slow
-async def test_the_history_of_a_closed_cluster_shows_its_usage_and_tasks(locally, holds):
-    begun = time.time()
-    async with make(name="lab", n_workers=2, cpu=1, memory=1) as cluster:
-        await holds(lambda: arrived(cluster) == 2)
-        async with Client(cluster, asynchronous=True) as client:
-            assert await client.gather(client.map(abs, range(5))) == [*range(5)]
-        assert ended_clusters() == []
-    found = the_only_one()
-    maker = Maker.this_process()
-    assert (found.name, found.why, found.user) == ("lab", f"closed by {maker.words}", maker.user)
-    assert begun - 2 < found.created <= found.ended <= time.time()
-    assert {group: used.sessions for group, used in found.usage.items()} == {"scheduler": 1, "default": 2}
-    assert 0 < found.usage.total.hours * HOUR < 3 * (time.time() - begun + 1)
-    assert (found.tasks_done, found.most_workers) == (5, 2)
-    assert found.session_seconds > found.busy_seconds
-    assert store.records() == []
 
 
 @pytest.mark.slow
@@ -149,27 +128,6 @@ async def test_the_history_says_that_the_start_was_interrupted(it):
     assert the_only_one().why == f"interrupted while it started by {Maker.this_process().words}"
 
 
-async def idle(cluster):
-    await eventually(lambda: cluster.status == Status.closed)
-
-
-async def client_shuts_down(cluster):
-    async with Client("cml://lab", asynchronous=True) as client:
-        await client.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("end", "why"),
-    [(idle, "idle for 5 s"), (client_shuts_down, r"shut down by a client at \d+\.\d+\.\d+\.\d+")],
-)
-@simulated
-async def test_the_history_shows_the_reason_of_the_scheduler(it, end, why):
-    cluster = await simulate(name="lab", idle_timeout="5s")
-    await end(cluster)
-    await eventually(lambda: cluster.status == Status.closed)
-    assert re.fullmatch(why, the_only_one().why)
-
-
 class Named(CMLCluster):
     """A cluster whose subclass names the workers."""
 
@@ -201,31 +159,6 @@ async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(it):
 
 
 @simulated
-async def test_a_lost_scheduler_without_a_replacement_ends_the_cluster(it):
-    with dask.config.set({"cml.scheduler-restarts": 0}):
-        cluster = await simulate(name="lab")
-        session = it.platform.running["lab-scheduler"]
-        it.platform.evict(session)
-        await eventually(lambda: cluster.status == Status.closed)
-    said = f"its scheduler was lost: the scheduler's session {session} ended, its status is failed"
-    assert the_only_one().why.startswith(said)
-    assert "last lines" not in the_only_one().why
-
-
-@simulated
-async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(it):
-    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes", security=True)
-    for session_id in it.platform.live:
-        it.platform.evict(session_id)
-    [listed] = ended_clusters([store.read("lab")])
-    assert not files()
-    assert await operations.prune() == ({"lab": None}, {})
-    found = the_only_one()
-    assert (found.why, found.id) == ("its session ended", listed.id)
-    assert found.usage["default"].sessions == 1
-
-
-@simulated
 async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
     await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes", security=True)
     dead = store.read("lab").id
@@ -234,15 +167,6 @@ async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
         assert the_only_one().id == dead
         new = store.read("lab").id
     assert [cluster.id for cluster in ended_clusters()] == [new, dead]
-
-
-@simulated
-async def test_the_history_shows_why_a_cluster_did_not_start(it):
-    it.platform.configure({"cpu": 0.5})
-    with pytest.raises(CMLError):
-        await simulate(name="lab")
-    assert the_only_one().why.startswith("it did not start: CML refused to launch")
-    assert the_only_one().usage.total.hours == 0
 
 
 # -- entries
@@ -576,17 +500,6 @@ def test_dead_clusters_are_listed_before_they_are_removed(platform):
 # -- what ended it, and its logs
 
 
-async def test_the_history_names_the_exception_that_ended_the_block(locally):
-    with pytest.raises(ZeroDivisionError):
-        async with make(name="lab"):
-            raise ZeroDivisionError("no luck")
-    words = f"closed by {Maker.this_process().words} after ZeroDivisionError: no luck"
-    assert the_only_one().why == words
-    own = dict(the_only_one().logs().read(scheduler=False, workers=["Cluster"]))["Cluster"]
-    assert "Traceback (most recent call last):" in own[0]
-    assert own[-1] == "ZeroDivisionError: no luck"
-
-
 @simulated
 async def test_an_exception_around_the_block_has_not_ended_it(it):
     try:
@@ -595,53 +508,6 @@ async def test_an_exception_around_the_block_has_not_ended_it(it):
         async with simulate(name="lab"):
             pass
     assert the_only_one().why == f"closed by {Maker.this_process().words}"
-
-
-async def test_the_logs_of_a_cluster_outlive_it(locally, holds):
-    def fail():
-        print("before the failure")
-        raise ValueError("no luck")
-
-    async with make(name="lab", n_workers=1, cpu=1, memory=1) as cluster:
-        await holds(lambda: arrived(cluster) == 1)
-        async with Client(cluster, asynchronous=True) as client:
-            with pytest.raises(ValueError, match="no luck"):
-                await client.submit(fail, key="train-1")
-    after = await cluster.get_logs()
-    assert [*after] == ["Cluster", "Scheduler", "lab-0"]
-    assert "before the failure" in after["lab-0"]
-    found = the_only_one()
-    assert (found.task_words, [*found.failures]) == ("0 done, 1 failed", ["train-1: ValueError('no luck')"])
-
-    def run(*arguments):
-        result = CliRunner().invoke(cli.cml, [*arguments], catch_exceptions=False)
-        assert result.exit_code == 0
-        return result.output
-
-    logs = await asyncio.to_thread(run, "logs", "lab")
-    assert logs.startswith("Cluster lab ended at ")
-    assert "==> lab-0 <==" in logs
-    assert "before the failure" in logs
-    warnings = await asyncio.to_thread(run, "logs", "lab", "lab-0", "--warnings")
-    assert "Compute Failed" in warnings
-    assert " - INFO - " not in warnings
-    tail = await asyncio.to_thread(run, "logs", "lab", "--tail", "1")
-    assert [line[:4] for line in tail.splitlines() if line.startswith("==>")] == ["==> "] * 2
-    assert len(tail.splitlines()) == 1 + 2 * 2 + 1  # a headline, two logs, an empty line between
-    shown = await asyncio.to_thread(run, "history", "lab")
-    assert "tasks      0 done, 1 failed\n" in shown
-    assert "failed     train-1: ValueError('no luck')\n" in shown
-    assert "logs       dask cml logs lab\n" in shown
-
-
-async def test_the_history_says_that_a_task_failed_because_workers_died(locally, holds):
-    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
-        async with make(name="lab", n_workers=1, cpu=1, memory=1) as cluster:
-            await holds(lambda: arrived(cluster) == 1)
-            async with Client(cluster, asynchronous=True) as client:
-                with pytest.raises(KilledWorker):
-                    await client.submit(os._exit, 1, key="train-1")
-    assert [*the_only_one().failures] == ["train-1: the workers that ran it died"]
 
 
 def logged(name, size, ago=0.0):

@@ -245,22 +245,6 @@ async def test_a_session_still_waits_for_a_keeper_that_has_just_taken_it_over(it
             await other.shutdown()
 
 
-@simulated
-async def test_a_remote_sees_the_same_usage_and_stops_the_count_by_its_shutdown(it):
-    async with mine(n_workers=1) as maker:
-        await eventually(lambda: arrived(maker) == 1)
-        async with rebuild("mine") as other:
-            other.scale(2)
-            await eventually(lambda: arrived(maker) == 2)
-            assert (await maker.usage())["default"].sessions == 2
-            assert (await other.usage()).total.sessions == 3
-            await other.shutdown()
-            assert (await other.usage()).total.sessions == 3
-        await eventually(lambda: maker.status.name == "closed")
-        with pytest.raises(NoSuchCluster):
-            store.read("mine")
-
-
 async def test_it_is_awaited_in_an_event_loop(platform, light):
     cluster = make(name="mine")
     with pytest.raises(NoSuchCluster):
