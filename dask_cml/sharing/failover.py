@@ -54,7 +54,8 @@ class Failover:
 
     Silence is no end. A scheduler has ended if the platform lists its session as ended, or if the record says
     so. If the platform lists its session as anything else, no silence is long enough. If the platform does
-    not list it here, the scheduler has ended if it neither answers nor dates its file for two minutes.
+    not list it here, the scheduler has ended if it neither answers nor dates its file for two minutes. To
+    the process in the scheduler's session, only the end of its standard input is a sign.
 
     Each scheduler of a cluster has a number, and the process that creates the file for a number launches it.
     That is the keeper or, if the keeper has vanished, too, another process after some time. All processes

@@ -6,7 +6,17 @@ import asyncio
 import time
 
 import pytest
-from clusters import NOTEBOOK, arrived, create_elsewhere, cut_off, manager, process_of, rebuild, simulate
+from clusters import (
+    NOTEBOOK,
+    arrived,
+    create_elsewhere,
+    cut_off,
+    is_keeper,
+    manager,
+    process_of,
+    rebuild,
+    simulate,
+)
 from distributed import Client
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
@@ -14,6 +24,7 @@ from simulated.world import World
 
 pytestmark = pytest.mark.usefixtures("light")
 
+ELSEWHERE = {"CDSW_ENGINE_ID": "anothersession00"}
 SCHEDULERS_SESSION = "its scheduler's session"
 
 
@@ -36,6 +47,24 @@ async def test_a_cluster_at_night_survives_minutes_in_which_its_scheduler_is_fro
         assert future.status == "finished"
         assert await client.submit(sum, future) == 6
     await (await rebuild("night")).shutdown()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="where the platform does not list the scheduler, two minutes of silence count as its end",
+)
+@simulated
+async def test_a_notebook_in_another_session_does_not_replace_a_scheduler_that_is_frozen(it: World) -> None:
+    creator = await create_elsewhere(it, env=ELSEWHERE, name="lab", security=True, n_workers=1)
+    async with rebuild("lab") as cluster:
+        creator.kill()
+        await eventually(lambda: is_keeper(cluster) and arrived(cluster) == 1)
+        before = {**it.platform.running}
+        process_of(it, "lab-scheduler").pause(200.0)
+        await asyncio.sleep(260.0)
+        kept = it.platform.running == before
+        await cluster.shutdown()
+    assert kept
 
 
 @simulated
