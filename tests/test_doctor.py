@@ -548,16 +548,23 @@ def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platfor
         assert "The cluster did not report all versions within 5 s: TimeoutError()" in finding.words
 
 
-def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
-    scheduler = SchedulerState(address="tls://127.0.0.1:1")
+@pytest.mark.parametrize(
+    ("closed", "status", "command"),
+    [("orphaned", "stale", "cml prune"), (None, "not answering", "cml info gone")],
+)
+def test_an_unknown_cluster_is_wrong_and_one_that_does_not_answer_a_warning(
+    platform, closed, status, command
+):
+    scheduler = SchedulerState(address="tls://127.0.0.1:1", closed=closed)
     maker, keys = Maker("elsewhere", 1, 1.0, "ended"), {"tls_ca_file": "/no/such/file"}
     write_record(Record("gone", maker=maker, scheduler=scheduler, security=keys))
-    [unknown, stale] = clusters.versions(["lab", "gone"], 5)
+    [unknown, silent] = clusters.versions(["lab", "gone"], 5)
     assert (unknown.name, unknown.state) == ("cluster lab", "wrong")
     assert unknown.command.endswith("cml list")
-    assert (stale.name, stale.state) == ("cluster gone", "warning")
-    assert stale.command.endswith("cml prune")
-    assert clusters.versions([], 5) == [stale]
+    assert (silent.name, silent.state) == ("cluster gone", "warning")
+    assert silent.words == f"The cluster is {status}: its scheduler does not respond."
+    assert silent.command.endswith(command)
+    assert clusters.versions([], 5) == [silent]
 
 
 def test_the_check_does_not_wait_longer_for_a_silent_scheduler(platform):

@@ -491,9 +491,9 @@ def test_the_list_shows_costs_if_the_site_sets_prices(platform):
 
 
 def test_dead_clusters_are_listed_before_they_are_removed(platform):
-    dead_record()
+    dead_record(closed="idle for 60 s")
     [found] = json.loads(run("--json"))
-    assert (found["name"], found["why"]) == ("lab", "its session ended")
+    assert (found["name"], found["why"]) == ("lab", "idle for 60 s")
     assert not files()
 
 

@@ -11,7 +11,7 @@ import time
 
 import dask
 import pytest
-from clusters import make, new_record, write_record
+from clusters import make, new_record, sessions, write_record
 from distributed.security import Security
 from schedulers import RECORD, prepare, scheduler_in
 
@@ -271,12 +271,15 @@ async def test_an_unreachable_scheduler_is_dead_if_its_session_has_ended(cluster
         assert await state_of(cluster(unreachable), status) is State.UNKNOWN
 
 
-@pytest.mark.parametrize(("listed", "expected"), [("running", State.UNKNOWN), (None, State.DEAD)])
-async def test_an_unreachable_scheduler_is_dead_after_two_minutes_of_silence_unless_its_session_is_listed(
-    cluster, unreachable, listed, expected
-):
-    assert await state_of(cluster(unreachable, silence=60), listed) is State.UNKNOWN
-    assert await state_of(cluster(unreachable, silence=130), listed) is expected
+@pytest.mark.parametrize("listed", ["running", None])
+@pytest.mark.parametrize("has_keys", [True, False], ids=["keys", "no-keys"])
+async def test_no_silence_proves_that_a_scheduler_has_ended(cluster, unreachable, keys, listed, has_keys):
+    """It may be frozen, or its disk may be full."""
+    for silent in (130, 30 * 86400):
+        record = cluster(unreachable, silence=silent, security=keys if has_keys else None)
+        assert await state_of(record, listed) is State.UNKNOWN
+    finding = await found(record, listed, timeout=0.5)
+    assert finding.why == f"its scheduler at {unreachable} has left no sign of life for 30 d"
 
 
 async def test_an_unreachable_scheduler_is_dead_at_once_if_it_has_closed(cluster, unreachable):
@@ -289,6 +292,31 @@ async def test_a_scheduler_that_said_why_it_closed_is_believed_before_the_end_of
 ):
     finding = await found(cluster(unreachable, closed="orphaned"), "succeeded", timeout=0.5)
     assert (finding.state, finding.why) == (State.DEAD, "its scheduler has closed: orphaned")
+
+
+async def test_a_scheduler_that_has_closed_is_not_connected_to_and_the_platform_is_not_asked(cluster):
+    platform = Listing("running")
+    async with impostor() as (address, received):
+        record = cluster(f"tls://{address}", silence=1, closed="orphaned")
+        findings = await judge([record], timeout=60, api=platform)
+        assert not await is_alive(record)
+    assert (findings["a"].state, findings["a"].why) == (State.DEAD, "its scheduler has closed: orphaned")
+    assert (received, platform.calls) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("scheduling", State.UNKNOWN),
+        ("running", State.UNKNOWN),
+        (None, State.UNKNOWN),
+        ("failed", State.DEAD),
+    ],
+)
+async def test_a_launched_scheduler_may_start_after_its_creator_has_ended(cluster, listed, expected):
+    ended = dataclasses.replace(Maker.this_process(), started=1.0)
+    record = dataclasses.replace(cluster(None, maker=ended), launches=sessions(s="scheduler"))
+    assert await state_of(record, listed) is expected
 
 
 async def test_a_cluster_whose_next_scheduler_lost_its_launcher_is_dead_only_after_two_minutes(cluster):
@@ -323,7 +351,7 @@ def test_a_pipe_in_place_of_a_sign_of_life_blocks_no_process(state):
         (1, None, State.ALIVE, ""),
         (1, "orphaned", State.DEAD, "its scheduler has closed: orphaned"),
         (None, None, State.UNKNOWN, "it has no keys, and its scheduler has left no sign of life lately"),
-        (3600, None, State.DEAD, "has left no sign of life for 3600 s"),
+        (3600, None, State.UNKNOWN, "has left no sign of life for 60 min"),
     ],
 )
 async def test_a_cluster_without_keys_is_judged_by_its_files_and_sent_nothing(
@@ -343,7 +371,7 @@ async def test_without_keys_and_without_a_sign_of_life_a_program_at_the_address_
         sign = write_record(record) / scheduler_file(0)
         os.utime(sign, (0, sign.stat().st_mtime - 3600))
         [row] = await operations.describe(records())
-        assert row["status"] == "stale"
+        assert row["status"] == "not answering"
         with pytest.raises(CMLError, match=r"it has no keys.*run `dask cml delete a`"):
             await make(name="a", create_mode="connect")
     assert received == []

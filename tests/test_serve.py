@@ -24,7 +24,6 @@ from clusters import (
     create_elsewhere,
     log_of,
     sessions,
-    sign_of,
     write_record,
 )
 from conftest import PATIENCE, configured
@@ -100,12 +99,11 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
 
 
 async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
-    state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1")
+    state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1", closed="idle for 60 s")
     write_record(Record("dead", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler=state))
-    os.utime(sign_of("dead"), (time.time() - 3600,) * 2)
     await server.until("dead", lambda cluster: cluster["status"] == "stale")
     [found] = (await server.get("/api/history"))["clusters"]
-    assert (found["name"], found["why"]) == ("dead", "its session ended")
+    assert (found["name"], found["why"]) == ("dead", "idle for 60 s")
 
 
 @on_page

@@ -226,8 +226,8 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
 async def prune() -> None:
     """Delete dead clusters, and skip clusters that may be alive.
 
-    A cluster is dead if CML lists its scheduler's session as ended. If CML does not list the session here,
-    the cluster is dead if its scheduler does not answer, and has given no sign of life for two minutes.
+    A cluster is dead if its scheduler has closed, or CML lists the scheduler's session as ended. Silence
+    alone proves nothing. To delete a cluster that does not answer any more, run `dask cml delete NAME`.
     """
     from dask_cml.records import operations
 

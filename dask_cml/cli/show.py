@@ -93,7 +93,8 @@ async def info(name: str | None, as_json: bool) -> None:
 
     record = _the_only_record() if name is None else _record_of(name)
     [row] = await operations.describe([record], timeout=_PATIENCE)
-    usage = usage_of(record, history.end_of(record) if row["status"] == "stale" else time.time())
+    is_silent = row["status"] in ("stale", "not answering")
+    usage = usage_of(record, history.end_of(record) if is_silent else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
     row["manager"] = record.scheduler.manager if row["status"] == "running" else None
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))

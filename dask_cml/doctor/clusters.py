@@ -60,7 +60,8 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
         return Finding("ok", "The cluster is starting.")
     if row["workers"] is None:
         words = f"The cluster is {row['status']}: its scheduler does not respond."
-        return Finding("warning", words, f"{dask_command()} cml prune")
+        command = "prune" if row["status"] == "stale" else f"info {name}"
+        return Finding("warning", words, f"{dask_command()} cml {command}")
     if record.security is None:
         words = "The cluster has no keys, so the doctor does not connect to it: another program may answer."
         return Finding("ok", words)

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dask_cml.cancellation import cancel
-from dask_cml.layout import scheduler_file, scheduler_number
+from dask_cml.layout import SCHEDULER, scheduler_file, scheduler_number
 from dask_cml.output import get_logger
 from dask_cml.private_files import open_regular
 from dask_cml.protocol import HELLO
 from dask_cml.records.record import Record
 from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
+from dask_cml.words import format_duration
 
 logger = get_logger(__name__)
 
@@ -98,12 +99,26 @@ def is_silent(record: Record) -> bool:
     return False
 
 
-def is_abandoned(record: Record) -> bool:
-    """Return whether a cluster's scheduler has no address yet, and the process that launches it has ended.
+def is_abandoned(record: Record, listing: Mapping[str, SessionInfo] | None = None) -> bool:
+    """Return whether the process that was to launch a cluster's scheduler has ended before one can start.
 
-    If a scheduler has left a sign of life lately, another process may launch the next one. Blocks.
+    A session that is launched may start later. If a scheduler has left a sign of life lately, another process
+    may launch the next one. Blocks.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's record.
+    listing : mapping of str to SessionInfo, optional
+        The sessions that the platform lists here.
     """
-    return record.scheduler.address is None and record.launcher.lives() is False and is_silent(record)
+    if record.scheduler.address is not None or record.launcher.lives() is not False:
+        return False
+    for launch in record.launches.values():
+        listed = (listing or {}).get(launch.id)
+        if launch.key == SCHEDULER and (listed is None or not has_ended(listed)):
+            return False
+    return is_silent(record)
 
 
 async def judge(
@@ -114,18 +129,16 @@ async def judge(
 ) -> dict[str, Finding]:
     """Find out which clusters are alive, which are dead, and which may be either.
 
-    A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* if its scheduler
-    does not answer, and
+    A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* by proof alone:
 
-    - the scheduler has closed, or
+    - the scheduler has closed, by its file, or
     - the platform lists the scheduler's session as ended, or
-    - the scheduler has left no sign of life in the cluster's folder for two minutes, and the platform does
-      not list its session here, or
-    - the scheduler never had an address, and its creator has ended.
+    - another scheduler answers at its address, or
+    - its creator ended before a scheduler's session was launched.
 
-    Otherwise it is *unknown*: the scheduler may be busy, or unreachable for a while. A cluster with a dead
-    scheduler is also unknown while its creator runs, because the creator shuts it down. The platform lists a
-    session only to its owner.
+    Otherwise it is *unknown*, however long it is silent: the scheduler may be busy, frozen or unreachable,
+    and its file system may be full. A cluster with a dead scheduler is also unknown while its creator runs,
+    because the creator shuts it down. The platform lists a session only to its owner.
 
     A cluster without keys is judged by its files alone: another program may answer at its address.
 
@@ -150,9 +163,8 @@ async def judge(
     try:
         if looks:
             await asyncio.wait(looks.values(), timeout=_PROMPT)
-        listing = await _list(
-            [record for record in records if _is_in_doubt(looks[record.name])], timeout, api
-        )
+        doubtful = [record for record in records if _is_in_doubt(record, looks[record.name])]
+        listing = await _list(doubtful, timeout, api)
         findings = {record.name: await _finding(record, looks[record.name], listing) for record in records}
     finally:
         await cancel(*looks.values())
@@ -163,9 +175,10 @@ async def judge(
     return findings
 
 
-def _is_in_doubt(look: asyncio.Task[Finding]) -> bool:
-    """Return whether a look has not ended, or has found out nothing."""
-    return not look.done() or look.result().state is State.UNKNOWN
+def _is_in_doubt(record: Record, look: asyncio.Task[Finding]) -> bool:
+    """Return whether the platform may know more: a look has not ended, or has found out nothing."""
+    is_closed = record.scheduler.closed is not None
+    return not is_closed and (not look.done() or look.result().state is State.UNKNOWN)
 
 
 async def _finding(
@@ -185,27 +198,37 @@ def _judge_silent(record: Record, why: str, listing: Mapping[str, SessionInfo]) 
     """Judge a cluster whose scheduler does not answer. Blocks."""
     dead = _why_dead(record, listing)
     if dead is None:
-        return Finding(State.UNKNOWN, why)
+        return Finding(State.UNKNOWN, _silence_words(record) or why)
     if record.launcher.lives():
         return Finding(State.UNKNOWN, f"{dead}, but its creator still runs, process {record.launcher.pid}")
     return Finding(State.DEAD, dead)
 
 
 def _why_dead(record: Record, listing: Mapping[str, SessionInfo]) -> str | None:
+    """Return the proof that a cluster has ended, as a clause. Return None if there is none."""
     scheduler = record.scheduler
-    if scheduler.address is None:
-        return "its creator ended before its scheduler answered" if is_abandoned(record) else None
     if scheduler.closed is not None:
-        return f"its scheduler has closed: {scheduler.closed}"
+        return _closed_words(scheduler.closed)
+    if scheduler.address is None:
+        ended = is_abandoned(record, listing)
+        return "its creator ended before its scheduler answered" if ended else None
     listed = listing.get(scheduler.session or "")
     if listed is not None and has_ended(listed):
         return f"its scheduler's session {scheduler.session} has ended"
-    if listed is not None:  # which outweighs any silence
-        return None
+    return None
+
+
+def _closed_words(why: str) -> str:
+    return f"its scheduler has closed: {why}"
+
+
+def _silence_words(record: Record) -> str | None:
+    """Return for how long a scheduler with an address has been silent, if that is unusual. Blocks."""
+    address = record.scheduler.address
     with contextlib.suppress(OSError):
         silent = silence(record)
-        if silent is not None and silent >= timing.silence:
-            return f"its scheduler at {scheduler.address} has left no sign of life for {silent:.0f} s"
+        if address is not None and silent is not None and silent >= timing.silence:
+            return f"its scheduler at {address} has left no sign of life for {format_duration(silent)}"
     return None
 
 
@@ -258,12 +281,14 @@ async def is_alive(record: Record, timeout: float = 5.0) -> bool:
 
 
 async def _look_at(record: Record, timeout: float, patience: float | None) -> Finding:
-    address = record.scheduler.address
+    address, closed = record.scheduler.address, record.scheduler.closed
+    if closed is not None:
+        return Finding(State.UNKNOWN, _closed_words(closed))
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet")
     lately = await asyncio.to_thread(spoke_lately, record)
     if record.security is None:
-        if lately and record.scheduler.closed is None:
+        if lately:
             return Finding(State.ALIVE)
         return Finding(State.UNKNOWN, "it has no keys, and its scheduler has left no sign of life lately")
     limit = max(timeout, patience or 0.0) if lately else timeout

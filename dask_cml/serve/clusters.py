@@ -202,7 +202,7 @@ class ProjectClusters(Observers):
         has_dashboard = cluster is not None and cluster.has_dashboard
         description = self._describe(observed)
         until = time.time()
-        if description["status"] == "stale":
+        if description["status"] in ("stale", "not answering"):
             until = await asyncio.to_thread(history.end_of, record)
         usage = usage_of(record, until)
         return {
