@@ -7,7 +7,9 @@ not import dask-cml.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import math
 import shlex
 import sys
 import time
@@ -38,7 +40,8 @@ logger = Logger(__name__)
 T = TypeVar("T")
 
 _POLL_INTERVAL = 0.5
-#: Seconds for which a client waits at least for another scheduler, and before it tries again.
+#: Seconds for which a client waits at least for another scheduler, besides the time in which it starts, and
+#: before it tries again.
 RECONNECT_TIMEOUT, _RETRY = 300.0, 0.1
 #: Seconds before the first search for the client that connects, and before the last search. Pauses double.
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
@@ -261,18 +264,30 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
     if not (has_begun and address.startswith(f"{SCHEME}://")):
         await _dask_ensure_connected(client, timeout)
         return
-    patience = max(client._timeout, RECONNECT_TIMEOUT)
-    deadline = time.monotonic() + patience
+    name, number, patience, deadline = unquote(address.partition("://")[2]), None, 0.0, math.inf
     while client.status == "connecting":  # it may be closed meanwhile
+        record = await _in_thread(store.find, name)
+        if number is None or (record is not None and record.scheduler.number > number):
+            # The next one has the whole time again, as for the processes that launch it.
+            number = -1 if record is None else record.scheduler.number
+            patience = max(client._timeout, RECONNECT_TIMEOUT + _start_timeout(record))
+            deadline = time.monotonic() + patience
         time_left = deadline - time.monotonic()
         if time_left <= 0:
             compat.name_time_limit(client, patience)
             raise OSError(f"no other scheduler at {address} within {patience:g} s")
         try:
-            await _dask_ensure_connected(client, time_left)
+            await _dask_ensure_connected(client, min(time_left, RECONNECT_TIMEOUT))
             return
         except (OSError, asyncio.TimeoutError):
             await asyncio.sleep(_RETRY)
+
+
+def _start_timeout(record: Record | None) -> float:
+    """Return how long the start of a cluster's next scheduler may take, in seconds."""
+    with contextlib.suppress(ValueError, TypeError):
+        return 0.0 if record is None else record.start_timeout
+    return 0.0
 
 
 _dask_ensure_connected = compat.connect_clients_by(_ensure_connected)

@@ -785,14 +785,14 @@ async def test_a_client_waits_longer_for_the_next_scheduler_than_its_own_time_li
 async def test_a_client_that_finds_no_next_scheduler_closes_and_names_the_time(it, caplog):
     with mock.patch.object(address, "RECONNECT_TIMEOUT", 9.0):
         async with (
-            simulate(name="lab") as cluster,
+            simulate(name="lab", pending_timeout=4, scheduler_timeout=3) as cluster,
             Client("cml://lab", asynchronous=True, timeout=5) as client,
         ):
             with it.platform.held("launch_workers"):
                 it.platform.evict(it.platform.running["lab-scheduler"])
-                await eventually(lambda: client.status == "closed", seconds=20.0)
+                await eventually(lambda: client.status == "closed", seconds=40.0)
             await eventually(lambda: stands(it, cluster, 0))
-    assert "Failed to reconnect to scheduler after 9.00 seconds" in caplog.text
+    assert "Failed to reconnect to scheduler after 16.00 seconds" in caplog.text
 
 
 async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(platform, holds):

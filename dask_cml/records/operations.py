@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dask_cml.cancellation import to_the_end
-from dask_cml.checks import seconds
 from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.output import get_logger
 from dask_cml.records import history, liveness, store
@@ -80,9 +79,7 @@ async def wait_until_running(record: Record) -> Record:
         If its scheduler does not answer in time, or its creator has ended before.
     """
     name, command = record.name, f"`dask cml delete {shlex.quote(record.name)}`"
-    timeout = sum(
-        seconds(key, record.options.get(key, 0)) for key in ("pending_timeout", "scheduler_timeout")
-    )
+    timeout = record.start_timeout
     deadline = time.monotonic() + timeout
     while True:
         try:

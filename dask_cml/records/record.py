@@ -17,7 +17,7 @@ import psutil
 from distributed.security import Security
 from msgspec import Meta
 
-from dask_cml.checks import is_session_id
+from dask_cml.checks import is_session_id, seconds
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
@@ -302,6 +302,18 @@ class Record:
             "connections between the sessions of different users. Create a cluster of your own, or ask an "
             "administrator"
         )
+
+    @property
+    def start_timeout(self) -> float:
+        """Time limit for the start of a scheduler, in seconds.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the options are invalid.
+        """
+        names = ("pending_timeout", "scheduler_timeout")
+        return sum(seconds(name, self.options[name]) for name in names if name in self.options)
 
     @property
     def age(self) -> float:

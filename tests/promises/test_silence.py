@@ -8,7 +8,10 @@ import time
 import pytest
 from clusters import NOTEBOOK, arrived, create_and_kill, create_elsewhere, process_of, rebuild, simulate
 from distributed import Client
+from simulated.shell import shell, shell_json
 from simulated.testing import eventually, simulated
+
+from dask_cml import ClusterExists
 
 MINUTE = 60.0
 #: The default of the option, in seconds.
@@ -149,3 +152,59 @@ async def test_who_only_connects_and_leaves_does_not_keep_the_cluster_of_another
         await cluster.leave()
     creator.kill()
     assert await left_running(it, 2 * ORPHAN_TIMEOUT) == set()
+
+
+# -- clusters that do not answer
+
+
+@pytest.mark.parametrize("security", [True, False], ids=["keys", "no-keys"])
+@simulated
+async def test_no_command_but_delete_ends_a_cluster_that_is_silent_for_minutes(it, security):
+    async def tidy_up():
+        [row] = await shell_json("list")
+        assert row["status"] == "not answering"
+        assert "has left no sign of life for 5" in row["problem"]
+        assert "Cluster lab skipped: " in await shell("prune")
+        with pytest.raises(ClusterExists, match="run `dask cml delete lab`"):
+            await simulate(name="lab")
+
+    await create_elsewhere(it, name="lab", n_workers=1, security=security)
+    process_of(it, "lab-scheduler").pause(10 * MINUTE)
+    await asyncio.sleep(5.5 * MINUTE)
+    await it.process("colleague", {"CDSW_ENGINE_ID": "anothersession00"}).start(tidy_up())
+    await asyncio.sleep(6 * MINUTE)
+    async with rebuild("lab") as cluster:
+        assert arrived(cluster) == 1
+        await cluster.shutdown()
+
+
+@simulated
+async def test_delete_removes_a_cluster_that_ended_with_another_session(it):
+    env = {"CDSW_ENGINE_ID": "yesterday1234567"}
+    creator = await create_elsewhere(it, name="lab", n_workers=1, env=env)
+    creator.kill()
+    it.platform.end_session("yesterday1234567")
+    await asyncio.sleep(600 * MINUTE)
+    with pytest.raises(ClusterExists, match="run `dask cml delete lab`"):
+        await simulate(name="lab")
+    await shell("delete", "lab")
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+
+
+# -- clients wait for the next scheduler
+
+
+@simulated
+async def test_a_client_waits_as_long_as_the_next_scheduler_may_take_to_start(it):
+    async with (
+        simulate(name="lab", n_workers=1, security=True) as cluster,
+        Client("cml://lab", asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(1)
+        it.platform.configure({"sessions": 0}, waits_for_room=True)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await asyncio.sleep(14 * MINUTE)
+        it.platform.configure()
+        await eventually(lambda: arrived(cluster) == 1)
+        assert await client.submit(sum, [1, 2]) == 3
