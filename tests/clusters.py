@@ -90,11 +90,6 @@ async def create_and_leave(**options: Any) -> None:
         pass
 
 
-def process_of(it: World, session: str) -> SimulatedProcess:
-    """Return the process that runs in the session with this name, such as ``lab-scheduler``."""
-    return it.sessions.processes[it.platform.running[session]]
-
-
 def rebuild(name: str, **options: Any) -> CMLCluster:
     """Return another object for a running cluster, which connects when it is awaited."""
     return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)

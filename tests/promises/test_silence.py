@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from clusters import NOTEBOOK, arrived, create_and_kill, create_elsewhere, process_of, rebuild, simulate
+from clusters import NOTEBOOK, arrived, create_and_kill, create_elsewhere, rebuild, simulate
 from distributed import Client
 from simulated.shell import shell, shell_json
 from simulated.testing import eventually, simulated
@@ -93,7 +93,7 @@ async def test_a_creator_whose_machine_is_gone_leaves_an_orphan_that_ends(it):
 @simulated
 async def test_an_orphan_whose_scheduler_pauses_now_and_then_ends(it, pause):
     await create_and_kill(it, name="lab", n_workers=1)
-    scheduler = process_of(it, "lab-scheduler")
+    scheduler = it.process_of("lab-scheduler")
     deadline = time.monotonic() + 10 * ORPHAN_TIMEOUT
     while it.platform.running and time.monotonic() < deadline:
         scheduler.pause(pause)
@@ -105,7 +105,7 @@ async def test_an_orphan_whose_scheduler_pauses_now_and_then_ends(it, pause):
 async def test_a_long_pause_of_the_scheduler_does_not_use_up_the_time_of_a_new_user(it):
     await create_and_kill(it, name="lab", n_workers=1)
     await asyncio.sleep(MINUTE)
-    process_of(it, "lab-scheduler").pause(2 * ORPHAN_TIMEOUT)
+    it.process_of("lab-scheduler").pause(2 * ORPHAN_TIMEOUT)
     await asyncio.sleep(2 * ORPHAN_TIMEOUT + 2 * MINUTE)
     async with rebuild("lab") as cluster:
         assert arrived(cluster) == 1
@@ -169,7 +169,7 @@ async def test_no_command_but_delete_ends_a_cluster_that_is_silent_for_minutes(i
             await simulate(name="lab")
 
     await create_elsewhere(it, name="lab", n_workers=1, security=security)
-    process_of(it, "lab-scheduler").pause(10 * MINUTE)
+    it.process_of("lab-scheduler").pause(10 * MINUTE)
     await asyncio.sleep(5.5 * MINUTE)
     await it.process("colleague", {"CDSW_ENGINE_ID": "anothersession00"}).start(tidy_up())
     await asyncio.sleep(6 * MINUTE)
