@@ -121,7 +121,7 @@ class Health:
         ended_unasked = not exit.asked and (exit.status != 0 or last["tasks"])
         if last["expected"] or last["noticed"] or not (was_full or ended_unasked):
             return
-        gone = _ENDED if exit.status != 0 else _EXITED
+        gone = _ENDED if was_full or exit.status != 0 else _EXITED
         loss = find_cause(
             last, [], connected=True, noticed=False, closed=False, said="", gone=gone, status=exit.status
         )
