@@ -13,7 +13,6 @@ from clusters import (
     cut_off,
     is_keeper,
     manager,
-    process_of,
     rebuild,
     simulate,
 )
@@ -41,7 +40,7 @@ async def test_a_cluster_at_night_survives_minutes_in_which_its_scheduler_is_fro
         creator.kill()
         await eventually(lambda: manager("night") == SCHEDULERS_SESSION)
         before = {**it.platform.running}
-        process_of(it, "night-scheduler").pause(200.0)
+        it.process_of("night-scheduler").pause(200.0)
         await asyncio.sleep(260.0)
         assert it.platform.running == before
         assert future.status == "finished"
@@ -60,7 +59,7 @@ async def test_a_notebook_in_another_session_does_not_replace_a_scheduler_that_i
         creator.kill()
         await eventually(lambda: is_keeper(cluster) and arrived(cluster) == 1)
         before = {**it.platform.running}
-        process_of(it, "lab-scheduler").pause(200.0)
+        it.process_of("lab-scheduler").pause(200.0)
         await asyncio.sleep(260.0)
         kept = it.platform.running == before
         await cluster.shutdown()
