@@ -110,6 +110,38 @@ def cut_off(cluster: Any) -> Callable[[], None]:
     return heal
 
 
+def is_connected(cluster: Any) -> bool:
+    """Return whether a cluster's connection to its scheduler stands."""
+    return bool(cluster.sharing.is_connected)
+
+
+def scheduler_number(cluster: Any) -> int:
+    """Return the number of a cluster's scheduler: 0 for its first."""
+    return int(cluster.place.number)
+
+
+def folder_of(cluster: Any) -> Path:
+    """Return the folder of a cluster's record."""
+    folder: Path = cluster.place.folder
+    return folder
+
+
+def who_gave_up(cluster: Any) -> Mapping[str, Any]:
+    """Return the worker groups that launch no more sessions after failures."""
+    gave_up: Mapping[str, Any] = cluster.view.gave_up
+    return gave_up
+
+
+def board_of(cluster: Any) -> Any:
+    """Return what a process knows of its cluster's targets and settings."""
+    return cluster.sharing.board
+
+
+async def until_written(cluster: Any) -> None:
+    """Wait until the scheduler has what was asked of a cluster."""
+    await cluster.sharing.written()
+
+
 def lines_of(cluster: CMLCluster) -> list[str]:
     """Return the lines that a cluster has reported to its user, also in an event loop."""
     return [line for _, line in cluster._cluster_manager_logs]

@@ -7,7 +7,7 @@ import gc
 import threading
 
 import pytest
-from clusters import arrived, create_elsewhere, limits, rebuild, scheduler_of, simulate, target
+from clusters import arrived, create_elsewhere, limits, rebuild, scheduler_of, simulate, target, until_written
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
@@ -312,7 +312,7 @@ async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it, 
         for user in remote, cluster:
             with pytest.raises(ValueError, match=next(iter(options))):
                 user.adapt(1, 3, **options)
-            await user.sharing.written()
+            await until_written(user)
             assert limits(cluster) is limits(remote) is None
 
 

@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from clusters import arrived, log_of, rebuild, simulate
+from clusters import arrived, log_of, rebuild, simulate, who_gave_up
 from simulated.testing import eventually, simulated
 
 from dask_cml.advice import Scale
@@ -217,7 +217,7 @@ async def test_a_group_that_was_given_up_is_launched_again_when_a_user_scales_it
     async with simulate(name="mine", worker_groups={"gpu": {}}) as cluster, rebuild("mine") as remote:
         it.platform.doom("fails", times=5)
         cluster.scale(1, worker_group="gpu")
-        await eventually(lambda: cluster.view.gave_up.keys() == remote.view.gave_up.keys() == {"gpu"})
+        await eventually(lambda: who_gave_up(cluster).keys() == who_gave_up(remote).keys() == {"gpu"})
         assert "gpu: no new workers after 5 failures in a row: " in cluster.problem
         assert remote.problem == cluster.problem
         assert "Group gpu of cluster mine launches no new workers after 5 failures" in log_of(cluster)
@@ -228,7 +228,7 @@ async def test_a_group_that_was_given_up_is_launched_again_when_a_user_scales_it
         {"keeper": cluster, "remote": remote}[who].scale(1, worker_group="gpu")
         await eventually(lambda: arrived(cluster) == 2)
         await eventually(lambda: cluster.problem is remote.problem is None)
-        assert cluster.view.gave_up == remote.view.gave_up == {}
+        assert who_gave_up(cluster) == who_gave_up(remote) == {}
 
 
 @simulated

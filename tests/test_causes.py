@@ -14,7 +14,7 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, log_of, make, simulate
+from clusters import arrived, board_of, log_of, make, simulate
 from distributed import Client, KilledWorker, NannyPlugin
 from simulated.testing import eventually, simulated
 
@@ -319,8 +319,8 @@ async def test_a_restart_that_a_user_asks_for_is_no_crash_and_keeps_the_session(
                 while busy.key not in str(await client.processing()):
                     await asyncio.sleep(0.05)
                 await restart()
-                await holds(lambda n=moves: cluster.sharing.board.moves >= n and arrived(cluster) == 1)
-                assert not cluster.sharing.board.restarts
+                await holds(lambda n=moves: board_of(cluster).moves >= n and arrived(cluster) == 1)
+                assert not board_of(cluster).restarts
             assert {session.id for session in cluster.sessions} == sessions
             assert log_of(cluster) == ""
 

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from clusters import (
     LAUNCHED,
     arrived,
+    board_of,
     limits,
     sessions,
     target,
@@ -232,10 +233,10 @@ def test_a_script_that_takes_a_cluster_over_does_not_scale_it(left):
 def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
     with CMLCluster(n_workers=1, name="mine", quiet=True) as cluster:
         cluster.scale(0)
-        until(lambda: cluster.sharing.board.groups["default"].target == 0)
+        until(lambda: board_of(cluster).groups["default"].target == 0)
         with CMLCluster.from_name("mine", quiet=True) as remote:
             until(lambda: [*remote.worker_spec] == [])
-            assert cluster.sharing.board.groups["default"].target == 0
+            assert board_of(cluster).groups["default"].target == 0
 
 
 def test_commands_refuse_more_than_a_limit_and_adapt_without_a_maximum_takes_it():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import arrived, lines_of, rebuild, scheduler_of, simulate
+from clusters import arrived, is_connected, lines_of, rebuild, scheduler_number, scheduler_of, simulate
 from distributed import Worker
 from distributed.core import Status
 from simulated.testing import eventually, simulated
@@ -262,10 +262,10 @@ async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
     async with simulate(n_workers=1) as cluster:
         await cluster.wait_for_workers(1)
         it.platform.evict(it.platform.running[f"{cluster.name}-scheduler"])
-        await eventually(lambda: not cluster.sharing.is_connected)
+        await eventually(lambda: not is_connected(cluster))
         begin = time.monotonic()
         await cluster.wait_for_workers(1)
-        assert cluster.place.number == 1
+        assert scheduler_number(cluster) == 1
         assert time.monotonic() - begin < 25  # Dask tries to connect for 30 s
 
 

@@ -12,7 +12,17 @@ import os
 
 import dask
 import pytest
-from clusters import AloneCluster, arrived, log_of, make, simulate, target
+from clusters import (
+    AloneCluster,
+    arrived,
+    folder_of,
+    is_connected,
+    log_of,
+    make,
+    simulate,
+    target,
+    who_gave_up,
+)
 from distributed import Client
 from distributed.core import Status
 from simulated.faults import Mishap
@@ -112,7 +122,7 @@ async def test_a_name_that_is_in_use_is_refused_and_its_cluster_runs_on(it):
                 await simulate(cls, name="mine")
         await eventually(lambda: arrived(cluster) == 1)
         assert len(it.platform.live) == 2
-        assert cluster.place.folder.exists()
+        assert folder_of(cluster).exists()
 
 
 @simulated
@@ -146,9 +156,9 @@ async def test_a_broken_connection_to_the_scheduler_is_made_again(it):
     async with alone(n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         cluster._watch_worker_status_comm.abort()
-        await eventually(lambda: not cluster.sharing.is_connected)
+        await eventually(lambda: not is_connected(cluster))
         assert "not connected to the scheduler" in repr(cluster)
-        await eventually(lambda: cluster.sharing.is_connected)
+        await eventually(lambda: is_connected(cluster))
         cluster.scale(2)
         await eventually(lambda: arrived(cluster) == 2)
 
@@ -297,7 +307,7 @@ async def test_real_sessions_with_keys_and_logs(platform, holds):
         platform.evict(lost)
         await holds(lambda: names(cluster) == {"mine-1"})
         assert store.records() == []
-    assert not cluster.place.folder.exists()
+    assert not folder_of(cluster).exists()
 
 
 def test_a_refusal_in_a_constructor_leaves_nothing(platform):
@@ -320,7 +330,7 @@ async def test_a_group_that_is_added_again_is_launched_although_it_had_given_up(
     with dask.config.set({"cml.failure-limit": 1}):
         async with simulate(AloneCluster, name="mine") as cluster:
             await cluster.add_worker_group("big", n_workers=1)
-            await eventually(lambda: cluster.view.gave_up)
+            await eventually(lambda: who_gave_up(cluster))
             await cluster.delete_worker_group("big")
             await cluster.add_worker_group("big", n_workers=1)
             await eventually(lambda: arrived(cluster) == 1)

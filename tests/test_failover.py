@@ -15,18 +15,22 @@ import dask
 import pytest
 from clusters import (
     arrived,
+    board_of,
     create_and_kill,
     create_elsewhere,
     cut_off,
+    is_connected,
     limits,
     live,
     log_of,
     make,
     name_of,
     rebuild,
+    scheduler_number,
     scheduler_of,
     simulate,
     target,
+    until_written,
 )
 from distributed import Client, Scheduler
 from distributed.core import Status
@@ -68,7 +72,7 @@ async def lose_scheduler(platform, wait_until):
 def is_whole(platform, cluster, n):
     """Whether the cluster has `n` workers, and nothing else runs."""
     return (
-        cluster.sharing.is_connected
+        is_connected(cluster)
         and arrived(cluster) == n
         and len(live(platform)) == n + 1
         and {name_of(session) for session in live(platform)} == {"lab-scheduler", *cluster.workers}
@@ -78,7 +82,7 @@ def is_whole(platform, cluster, n):
 def stands(it, cluster, n):
     """Whether the cluster has `n` workers, and nothing else runs."""
     return (
-        cluster.sharing.is_connected
+        is_connected(cluster)
         and arrived(cluster) == n
         and len(it.platform.live) == n + 1
         and {*it.platform.running} == {"lab-scheduler", *cluster.workers}
@@ -123,12 +127,12 @@ async def test_a_request_that_only_the_lost_scheduler_knew_is_wanted_of_the_next
         else:
             creator.freeze()
         await ask(remote)
-        revision = remote.sharing.board.revision
+        revision = board_of(remote).revision
         await eventually(lambda: store.read("lab").scheduler.revision >= revision)
         it.platform.evict(it.platform.running["lab-scheduler"])
         if creator is None:
             heal()
-        await eventually(lambda: cluster.place.number == 1 and stands(it, cluster, n))
+        await eventually(lambda: scheduler_number(cluster) == 1 and stands(it, cluster, n))
         assert cluster.keeps
         if creator is not None:
             creator.kill()
@@ -136,7 +140,7 @@ async def test_a_request_that_only_the_lost_scheduler_knew_is_wanted_of_the_next
 
 async def adapt_and_wait(remote):
     remote.adapt(4, 5)
-    await remote.sharing.written()
+    await until_written(remote)
 
 
 @simulated
@@ -175,8 +179,8 @@ async def test_a_lost_scheduler_that_leaves_the_list_is_replaced_after_its_silen
         it.platform.set(cluster.sessions[0].id, listed=False)
         it.platform.evict(cluster.sessions[0].id)
         await asyncio.sleep(timing.silence - timing.sign_of_life)
-        assert cluster.place.number == 0
-        await eventually(lambda: cluster.place.number == 1, 60.0)
+        assert scheduler_number(cluster) == 0
+        await eventually(lambda: scheduler_number(cluster) == 1, 60.0)
         await eventually(lambda: stands(it, cluster, 1))
 
 
@@ -190,9 +194,9 @@ async def test_a_scheduler_that_is_not_listed_any_more_survives_a_short_outage(i
         heal = cut_off(cluster)
         await asyncio.sleep(20.0)
         heal()
-        await eventually(lambda: cluster.sharing.is_connected)
+        await eventually(lambda: is_connected(cluster))
         await asyncio.sleep(60.0)
-        assert cluster.place.number == 0
+        assert scheduler_number(cluster) == 0
 
 
 @simulated
@@ -204,8 +208,8 @@ async def test_a_platform_that_does_not_answer_has_not_ended_a_scheduler(it):
         await asyncio.sleep(2 * timing.unlisted)
         heal()
         it.platform.heal()
-        await eventually(lambda: cluster.sharing.is_connected and arrived(cluster) == 1)
-        assert cluster.place.number == 0
+        await eventually(lambda: is_connected(cluster) and arrived(cluster) == 1)
+        assert scheduler_number(cluster) == 0
 
 
 @simulated
@@ -213,7 +217,7 @@ async def test_a_remote_in_another_session_connects_to_the_next_scheduler_at_onc
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
         await eventually(lambda: arrived(cluster) == 1)
         await lose_scheduler(it.platform, eventually)
-        await eventually(lambda: other.sharing.is_connected and arrived(other) == 1, 30)
+        await eventually(lambda: is_connected(other) and arrived(other) == 1, 30)
         assert cluster.keeps
         assert not other.keeps
 
@@ -271,7 +275,7 @@ async def test_a_scheduler_that_answers_again_is_not_replaced_because_its_sessio
         it.platform.say("list_workers", [{"id": session, "status": "succeeded"}])  # a wrong answer
         await eventually(lambda: cluster.scheduler.info["status"] == "succeeded")
         heal()
-        await eventually(lambda: cluster.sharing.is_connected)
+        await eventually(lambda: is_connected(cluster))
         await asyncio.sleep(20.0)
         assert store.read("lab").scheduler.number == 0
         assert cluster.status == Status.running
@@ -292,7 +296,7 @@ async def test_who_has_no_network_says_so_once_and_connects_again(it, elsewhere)
         assert log_of(one).count("not connected for") == 1
         assert ": no route to host; it connects as soon as its scheduler answers" in log_of(one)
         heal()
-        await eventually(lambda: one.sharing.is_connected and arrived(one) == 1, 30)
+        await eventually(lambda: is_connected(one) and arrived(one) == 1, 30)
         assert "problem" not in repr(one)
         assert "Cluster lab connected again after 24" in log_of(one)
         other.scale(2)
@@ -307,7 +311,7 @@ async def test_a_notebook_that_was_frozen_for_minutes_goes_on_and_ends_its_clust
     [cluster] = creator.clusters
     creator.pause(timing.silence + 30.0)
     cluster.sharing.link._watching.abort()  # nobody acknowledges what the scheduler sends
-    await eventually(lambda: cluster.sharing.board.keeper is not None and creator.runs)
+    await eventually(lambda: board_of(cluster).keeper is not None and creator.runs)
     await eventually(lambda: cluster.keeps, 30)
     creator.call(cluster.scale, 2)
     await eventually(lambda: arrived(cluster) == 2)
@@ -336,7 +340,7 @@ async def test_a_scheduler_that_is_listed_is_not_replaced_however_silent_it_is(i
         it.sessions.processes[cluster.sessions[0].id].freeze()
         await asyncio.sleep(3 * timing.silence)
         assert cluster.status == Status.running
-        assert cluster.place.number == 0
+        assert scheduler_number(cluster) == 0
         assert "not connected to the scheduler" in repr(cluster)
         it.platform.evict(cluster.sessions[0].id)
         await eventually(lambda: stands(it, cluster, 1))
@@ -348,11 +352,11 @@ async def test_a_scheduler_that_is_not_listed_here_is_not_replaced_while_its_eve
     async with in_another_session(it) as other:
         await eventually(lambda: other.keeps and arrived(other) == 1)
         it.sessions.processes[other.sessions[0].id].pause(3 * timing.silence, threads=False)
-        await eventually(lambda: not other.sharing.is_connected)
+        await eventually(lambda: not is_connected(other))
         await asyncio.sleep(2 * timing.silence)
-        assert not other.sharing.is_connected
-        await eventually(lambda: other.sharing.is_connected and arrived(other) == 1)
-        assert other.place.number == 0
+        assert not is_connected(other)
+        await eventually(lambda: is_connected(other) and arrived(other) == 1)
+        assert scheduler_number(other) == 0
     await end_all(store.records())
 
 
@@ -363,7 +367,7 @@ async def test_a_scheduler_that_is_not_listed_here_is_replaced_after_two_minutes
     async with in_another_session(it) as other:
         await eventually(lambda: other.keeps and arrived(other) == 1)
         it.sessions.processes[other.sessions[0].id].freeze()
-        await eventually(lambda: other.place.number == 1 and other.sharing.is_connected)
+        await eventually(lambda: scheduler_number(other) == 1 and is_connected(other))
         await eventually(lambda: arrived(other) == 1)
     await end_all(store.records())
 
@@ -377,7 +381,7 @@ async def test_a_silent_scheduler_that_is_listed_is_not_replaced_while_the_platf
         await asyncio.sleep(2 * timing.silence)
         it.platform.heal()
         await asyncio.sleep(30.0)
-        assert cluster.place.number == 0
+        assert scheduler_number(cluster) == 0
         it.platform.evict(cluster.sessions[0].id)
         await eventually(lambda: stands(it, cluster, 1))
 
@@ -394,7 +398,7 @@ async def test_a_next_scheduler_that_a_process_cannot_reach_is_not_replaced_by_i
         assert store.read("lab").scheduler.number == 1
         assert stands(it, cluster, 1)
         heal()
-        await eventually(lambda: other.sharing.is_connected and arrived(other) == 1)
+        await eventually(lambda: is_connected(other) and arrived(other) == 1)
 
 
 @pytest.mark.slow
@@ -408,7 +412,7 @@ async def test_a_former_keeper_without_network_does_not_replace_the_next_schedul
         await asyncio.sleep(3 * timing.silence)
         assert store.read("lab").scheduler.number == 1
         heal()
-        await eventually(lambda: former.sharing.is_connected and arrived(former) == 1)
+        await eventually(lambda: is_connected(former) and arrived(former) == 1)
         assert other.keeps
 
 
@@ -426,7 +430,7 @@ async def test_a_scheduler_that_is_busy_for_a_moment_is_no_problem_of_its_keeper
         cluster.woken.set()
         await eventually(lambda: len(set(asked)) > 1)
         del cluster.ask, cluster.sharing.link.ask
-        await eventually(lambda: cluster.sharing.is_connected)
+        await eventually(lambda: is_connected(cluster))
     assert "Cannot manage" not in caplog.text, asked
 
 
@@ -459,12 +463,12 @@ async def test_a_cluster_whose_record_cannot_be_read_while_its_scheduler_is_busy
         await asyncio.sleep(100.0)
         assert cluster.status == Status.running
         heal()
-        await eventually(lambda: cluster.sharing.is_connected)
+        await eventually(lambda: is_connected(cluster))
         folder.chmod(0o700)
         it.files.stale = False
         cluster.scale(2)
         await eventually(lambda: stands(it, cluster, 2))
-        assert cluster.place.number == 0
+        assert scheduler_number(cluster) == 0
 
 
 @simulated
@@ -481,7 +485,7 @@ async def test_a_remote_replaces_what_has_ended_with_the_keepers_session(it):
     async def create():
         async with simulate(name="lab", n_workers=1) as cluster:
             cluster.adapt(minimum=2, maximum=3)
-            await cluster.sharing.written()
+            await until_written(cluster)
             created.set()
             await asyncio.Event().wait()
 
@@ -493,7 +497,7 @@ async def test_a_remote_replaces_what_has_ended_with_the_keepers_session(it):
         await eventually(lambda: arrived(mine) == 2)
         creator.kill()
         it.platform.end_session(session)
-        await eventually(lambda: mine.sharing.is_connected and stands(it, mine, 2))
+        await eventually(lambda: is_connected(mine) and stands(it, mine, 2))
         assert mine.keeps
         assert limits(mine) == (2, 3)
         assert store.read("lab").scheduler.number == 1
@@ -519,7 +523,7 @@ async def test_an_observer_leaves_the_scheduler_to_the_keeper_however_long_it_ta
         assert observer.status == Status.running
         it.platform.configure()
         await eventually(lambda: stands(it, cluster, 1))
-        await eventually(lambda: observer.sharing.is_connected and arrived(observer) == 1)
+        await eventually(lambda: is_connected(observer) and arrived(observer) == 1)
         assert cluster.keeps
         await observer.leave()
 
@@ -531,7 +535,7 @@ async def test_an_observer_replaces_no_scheduler_of_a_cluster_without_a_keeper(i
     observer = await observe()
     it.platform.evict(newest(it).id)
     await asyncio.sleep(2 * timing.silence)
-    assert (observer.status, observer.sharing.is_connected) == (Status.running, False)
+    assert (observer.status, is_connected(observer)) == (Status.running, False)
     assert [record.name for record in store.records()] == ["lab"]
     assert [session.key for session in it.platform.all.values()].count("scheduler") == 1
     assert await end_all(store.records()) == {"lab": None}
@@ -576,8 +580,8 @@ async def test_a_next_scheduler_that_answers_late_is_not_replaced(it, monkeypatc
         await eventually(lambda: "did not answer within 20 s" in (cluster.problem or ""))
         await asyncio.sleep(3)  # in the pause before another one
         begun.set()
-        await eventually(lambda: cluster.sharing.is_connected and arrived(cluster) == 1)
-        assert store.read("mine").scheduler.number == cluster.place.number == 1
+        await eventually(lambda: is_connected(cluster) and arrived(cluster) == 1)
+        assert store.read("mine").scheduler.number == scheduler_number(cluster) == 1
         assert cluster.keeps
 
 
@@ -596,7 +600,7 @@ async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it
     with mock.patch.object(failover, "_PAUSES", (3600.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:
             it.platform.evict(cluster.scheduler.session_id)
-            await eventually(lambda: not cluster.sharing.is_connected)
+            await eventually(lambda: not is_connected(cluster))
             await end_all([store.read("lab")])
             await cluster.close()
     assert not it.platform.running
@@ -613,8 +617,8 @@ async def test_the_workers_launch_while_the_next_scheduler_starts(it, monkeypatc
         schedule, begun = it.sessions._schedule, asyncio.Event()
         monkeypatch.setattr(it.sessions, "_schedule", schedule_late)
         it.platform.evict(cluster.scheduler.session_id)
-        await eventually(lambda: cluster.place.number == 1 and len(it.platform.live) == 3, seconds=20.0)
-        assert not cluster.sharing.is_connected
+        await eventually(lambda: scheduler_number(cluster) == 1 and len(it.platform.live) == 3, seconds=20.0)
+        assert not is_connected(cluster)
         begun.set()
         await eventually(lambda: stands(it, cluster, 2))
 
@@ -626,8 +630,8 @@ async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
         answered = threading.Event()
         it.platform.plan("launch_workers", Mishap(), Mishap(before=answered))
         it.platform.evict(cluster.scheduler.session_id)
-        await eventually(lambda: not cluster.sharing.is_connected)
-        await eventually(lambda: cluster.sharing.is_connected, seconds=20.0)
+        await eventually(lambda: not is_connected(cluster))
+        await eventually(lambda: is_connected(cluster), seconds=20.0)
         answered.set()
         await eventually(lambda: arrived(cluster) == 1)
 
@@ -640,7 +644,7 @@ async def test_no_question_goes_to_a_scheduler_that_another_one_replaces(it, mon
     async with simulate(name="lab") as keeper, rebuild("lab") as remote:
         monkeypatch.setattr(remote.sharing.link, "join", unreachable)
         it.platform.evict(keeper.scheduler.session_id)
-        await eventually(lambda: remote.place.number == 1 and keeper.sharing.is_connected)
+        await eventually(lambda: scheduler_number(remote) == 1 and is_connected(keeper))
         # By now, the scheduler of another cluster may have the lost one's address.
         with pytest.raises(OSError, match="has not answered yet"):
             await remote.ask("terminate")
@@ -650,8 +654,8 @@ async def lose_and_recover(it, cluster):
     """Let a cluster with one worker lose its scheduler, and wait for another one with a worker."""
     await eventually(lambda: arrived(cluster) == 1)
     it.platform.evict(cluster.scheduler.session_id)
-    await eventually(lambda: not cluster.sharing.is_connected)
-    await eventually(lambda: cluster.sharing.is_connected and arrived(cluster) == 1)
+    await eventually(lambda: not is_connected(cluster))
+    await eventually(lambda: is_connected(cluster) and arrived(cluster) == 1)
 
 
 @simulated
@@ -742,7 +746,7 @@ async def fail_after_the_claim(it):
         it.files.link = link_and_fail
         begin = time.monotonic()
         it.platform.evict(cluster.sessions[0].id)
-        await eventually(lambda: cluster.place.number == 2, 3000.0)
+        await eventually(lambda: scheduler_number(cluster) == 2, 3000.0)
         await eventually(lambda: stands(it, cluster, 1))
         assert time.monotonic() - begin < 150.0
 
@@ -818,7 +822,7 @@ STAGES = {
     "launched": lambda it, cluster: True,
     "running": lambda it, cluster: newest(it).status == "running",
     "answering": lambda it, cluster: store.read("lab").scheduler.address is not None,
-    "connected": lambda it, cluster: cluster.sharing.is_connected,
+    "connected": lambda it, cluster: is_connected(cluster),
     "with a worker": lambda it, cluster: arrived(cluster) > 0,
 }
 
@@ -864,11 +868,11 @@ async def test_who_awaits_the_cluster_in_a_failover_launches_no_scheduler(it):
         before = it.platform.count("launch_workers")
         with it.platform.held("launch_workers"):
             it.platform.evict(cluster.sessions[0].id)
-            await eventually(lambda: it.platform.under_way and cluster.place.number == 1)
+            await eventually(lambda: it.platform.under_way and scheduler_number(cluster) == 1)
             waiting = asyncio.create_task(wait())
             await asyncio.sleep(5)
         await waiting
-        await eventually(lambda: cluster.sharing.is_connected)
+        await eventually(lambda: is_connected(cluster))
         assert it.platform.count("launch_workers") == before + 1
 
 
@@ -960,4 +964,4 @@ async def test_a_cluster_goes_on_whose_scheduler_is_evicted_while_its_workers_ar
         scheduler, *workers = all_ids(it.platform)
         it.platform.evict(scheduler)
         it.platform.stop_workers(*workers)
-        await eventually(lambda: cluster.place.number == 1 and stands(it, cluster, 2))
+        await eventually(lambda: scheduler_number(cluster) == 1 and stands(it, cluster, 2))

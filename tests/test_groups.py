@@ -9,7 +9,7 @@ import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, name_of, rebuild, scheduler_of
+from clusters import arrived, name_of, rebuild, scheduler_of, until_written
 from distributed import Client, get_worker
 from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
@@ -273,7 +273,7 @@ async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it
         answer, handlers["cml_set"] = handlers["cml_set"], hang
         asked = change(remote)
         if isinstance(asked, CMLAdaptive):
-            asked = remote.sharing.written()
+            asked = until_written(remote)
         with pytest.raises(CMLError, match=r"the scheduler of cluster 'mine' at tcp://.* does not answer"):
             await asked
         handlers["cml_set"] = answer

@@ -16,9 +16,11 @@ import dask
 import pytest
 from clusters import (
     arrived,
+    board_of,
     create_and_kill,
     create_elsewhere,
     cut_off,
+    is_connected,
     launch,
     limits,
     lines_of,
@@ -29,6 +31,8 @@ from clusters import (
     sessions,
     simulate,
     target,
+    until_written,
+    who_gave_up,
     write_record,
 )
 from distributed import Client, Worker
@@ -76,7 +80,7 @@ async def test_a_remote_shows_what_the_keeper_says(it):
             it.platform.doom("fails", times=9)
             remote.scale(1)
             await eventually(lambda: "no new workers after 1 failures in a row" in repr(remote))
-            assert remote.view.gave_up == keeper.view.gave_up
+            assert who_gave_up(remote) == who_gave_up(keeper)
             assert remote.problem == keeper.problem
             it.platform.heal()
             it.platform.configure({"sessions": 2}, waits_for_room=True)
@@ -153,7 +157,7 @@ async def test_the_keeper_adapts_for_a_remote_that_has_left_and_so_does_the_next
     keeper = await shared()
     async with rebuild("shared") as remote:
         remote.adapt(minimum=1, maximum=2)
-        await remote.sharing.written()
+        await until_written(remote)
     await eventually(lambda: arrived(keeper) == 1)
     assert limits(keeper) == (1, 2)
     async with rebuild("shared") as third, Client(third, asynchronous=True) as client:
@@ -222,7 +226,7 @@ async def test_a_keeper_that_was_silent_for_a_lease_becomes_a_remote_and_stops_n
         await asyncio.sleep(2 * timing.lease)
         assert {*it.platform.running.values()} == before
         heal()
-        await eventually(lambda: former.sharing.is_connected and not former.is_keeper)
+        await eventually(lambda: is_connected(former) and not former.is_keeper)
         await eventually(lambda: has(former, target(other)))
         assert {*it.platform.running.values()} == before
         other.scale(3)
@@ -537,7 +541,7 @@ async def test_a_session_whose_name_was_given_before_is_replaced_and_no_failure(
             cluster.scale(1, worker_group="gpu")
             await eventually(lambda: arrived(cluster) == 2)
             assert {*cluster.workers} == {"shared-1", "shared-gpu-1"}
-            assert cluster.view.gave_up == {}
+            assert who_gave_up(cluster) == {}
             assert cluster.problem is None
             line = "Worker shared-0 not started: another session had its name; launching a replacement"
             assert line in lines_of(cluster)
@@ -683,7 +687,7 @@ async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it, monkeyp
     async def lose_the_lease_once():
         await find_sessions()
         if not stops:
-            cluster.sharing.link.board = replace(cluster.sharing.board, keeper="another")
+            cluster.sharing.link.board = replace(board_of(cluster), keeper="another")
 
     async def note_stop(ids):
         stops.append(cluster.keeps)

@@ -21,13 +21,16 @@ from clusters import (
     arrived,
     create_and_kill,
     create_elsewhere,
+    is_connected,
     lines_of,
     live,
     make,
     rebuild,
+    scheduler_number,
     sign_of,
     simulate,
     target,
+    until_written,
 )
 from distributed import Client, get_worker
 from distributed.core import Status
@@ -542,7 +545,7 @@ def test_a_change_that_the_end_of_the_event_loop_has_stopped_is_named_at_exit(pl
         cluster = await make(name="night", n_workers=1, shutdown_on_close=False)
         faults.inject("hang", function="stop_workers")
         cluster.scale(0)
-        await cluster.sharing.written()
+        await until_written(cluster)
         return cluster
 
     cluster = asyncio.run(main())
@@ -712,7 +715,7 @@ async def test_a_cluster_keeps_its_folder_when_its_process_moves(it, change, mon
             monkeypatch.chdir(elsewhere)
         it.platform.evict(cluster.scheduler.session_id)
         await eventually(
-            lambda: cluster.place.number == 1 and cluster.sharing.is_connected and arrived(cluster) == 1
+            lambda: scheduler_number(cluster) == 1 and is_connected(cluster) and arrived(cluster) == 1
         )
     assert not it.platform.running
     assert not record.folder.exists()
@@ -730,7 +733,7 @@ async def test_a_cluster_keeps_its_folder_when_the_configuration_changes(it, end
     if end == "lose":
         it.platform.evict(cluster.scheduler.session_id)
         await eventually(
-            lambda: cluster.sharing.is_connected and arrived(cluster) == 1 and cluster.place.number == 1
+            lambda: is_connected(cluster) and arrived(cluster) == 1 and scheduler_number(cluster) == 1
         )
     elif end == "leave":
         await cluster.leave()

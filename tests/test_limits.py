@@ -6,7 +6,7 @@ import asyncio
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, log_of, make, simulate, target
+from clusters import arrived, create_and_kill, log_of, make, simulate, target, until_written
 from distributed import Client
 from simulated.testing import eventually, simulated
 
@@ -113,7 +113,7 @@ async def test_a_cluster_that_runs_is_connected_to_whatever_the_limits_are(it):
             other = await simulate(name="lab", n_workers=3, create_mode="create-or-connect")
             assert target(other) == 3
             other.scale(2)  # less is not more
-            await other.sharing.written()
+            await until_written(other)
             with pytest.raises(ValueError, match="invalid n=3: expected at most 1"):
                 other.scale(3)
             await eventually(lambda: arrived(mine) == 2)

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from clusters import arrived, create_elsewhere, rebuild, simulate, target
+from clusters import arrived, board_of, create_elsewhere, rebuild, scheduler_number, simulate, target
 from distributed.scheduler import WorkerState
 from simulated.testing import eventually, simulated
 
@@ -32,7 +32,7 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
         remote.sharing.failover.check = check_later
         [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
         it.platform.evict(scheduler.id)
-        await eventually(lambda: cluster.place.number == 1 and arrived(cluster) == 1)
+        await eventually(lambda: scheduler_number(cluster) == 1 and arrived(cluster) == 1)
         may_follow.set()
         await eventually(lambda: remote.worker_spec.keys() == cluster.worker_spec.keys())
         await eventually(lambda: arrived(remote) == 1)
@@ -78,7 +78,7 @@ async def test_a_change_that_a_remote_cannot_write_is_not_remembered(it):
         it.sessions.freeze(scheduler.id)
         with pytest.raises(CMLError, match="does not answer"):
             await remote.scale_down(["mine-0"])
-        await eventually(lambda: cluster.place.number == remote.place.number == 1)
+        await eventually(lambda: scheduler_number(cluster) == scheduler_number(remote) == 1)
         await eventually(lambda: remote.worker_spec.keys() == cluster.worker_spec.keys())
         await eventually(lambda: arrived(remote) == 2)
         assert target(remote) == 2
@@ -163,7 +163,7 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
 
         monkeypatch.setattr(store, "read_again", read_again_in_others)
         creator.kill()
-        await eventually(lambda: first.sharing.board.keeper in (None, first.sharing.link.id))
+        await eventually(lambda: board_of(first).keeper in (None, first.sharing.link.id))
         async with rebuild("mine") as second:
             await eventually(lambda: second.keeps)
             assert not first.keeps

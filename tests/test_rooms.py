@@ -36,6 +36,33 @@ MOST_METHODS = 70
 #: They may only become smaller, but for mended faults and checks that must run before anything is launched.
 MOST_MODULES, MOST_LINES = 57, 7800
 
+TESTS = Path(__file__).parent
+#: Members of a cluster that other code may replace at any time. Tests see them by functions of clusters.py.
+INTERNAL = {"sharing", "processes", "launches", "losses", "retirements", "adoption", "stops", "connection"}
+INTERNAL |= {"ending", "demand", "place", "view", "outbox", "failover"}
+#: Tests outside of tests/promises/ that use them all the same. This list may only become shorter.
+REACH_INSIDE = {
+    "explorer/actors.py",
+    "test_adaptive.py",
+    "test_cluster_async.py",
+    "test_core.py",
+    "test_create_mode.py",
+    "test_exit.py",
+    "test_failover.py",
+    "test_jupyter.py",
+    "test_keepers.py",
+    "test_lifecycle.py",
+    "test_losses.py",
+    "test_problems.py",
+    "test_remotes.py",
+    "test_serve.py",
+    "test_simulated.py",
+    "test_spec_cluster.py",
+    "test_start.py",
+    "test_step.py",
+    "test_waiting.py",
+}
+
 FILES = {
     ".".join(("dask_cml", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in ROOT.rglob("*.py")
@@ -100,6 +127,16 @@ def methods_of_classes():
                 yield node.name, len({member.name for member in node.body if isinstance(member, functions)})
 
 
+def reaches_inside(path):
+    """Return whether a test uses an internal member of what its name calls a cluster, or any ``sharing``."""
+    used = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in INTERNAL
+    ]
+    return any(node.attr == "sharing" or ast.unparse(node.value).endswith("cluster") for node in used)
+
+
 def test_every_part_of_a_room_exists():
     parts = {name.split(".")[1] for name in FILES if "." in name}
     assert set().union(*ROOMS.values()) <= parts
@@ -147,3 +184,15 @@ def test_no_class_has_too_many_methods():
 def test_a_cluster_is_a_speccluster_whose_step_is_its_own():
     assert CMLCluster.__bases__ == (SpecCluster,)
     assert "_correct_state_internal" in vars(CMLCluster)
+
+
+def test_tests_of_promises_use_public_members_only():
+    paths = [*(TESTS / "promises").glob("*.py")]
+    assert paths
+    assert [path.name for path in paths if reaches_inside(path)] == []
+
+
+def test_no_further_tests_reach_inside_of_a_cluster():
+    found = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py") if reaches_inside(path)}
+    homes = {name for name in found if name == "clusters.py" or name.startswith(("promises/", "simulated/"))}
+    assert found - homes == REACH_INSIDE

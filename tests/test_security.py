@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from clusters import make, write_record
+from clusters import make, until_written, write_record
 from cryptography import x509
 from distributed import Client, Scheduler
 from distributed.comm.registry import get_backend
@@ -109,7 +109,7 @@ async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(pla
     with socket.create_server(("127.0.0.1", urlsplit(session["app_url"]).port)):
         cluster = await starting
         async with cluster:
-            await cluster.sharing.written()
+            await until_written(cluster)
             assert cluster.has_dashboard
             assert session["app_url"] not in cluster._repr_html_().partition("Sessions:")[0]
             assert cluster.dashboard_link == ""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from clusters import LAUNCHED, WANTED, arrived, end, launch, new_record, simulate
+from clusters import LAUNCHED, WANTED, arrived, end, folder_of, launch, new_record, simulate
 from simulated.testing import eventually, simulated
 
 from dask_cml.errors import NoSuchCluster
@@ -427,7 +427,7 @@ async def test_the_keeper_packs_the_files_of_ended_sessions(it, small):
     async with simulate(name="a", n_workers=3) as cluster:
         await eventually(lambda: arrived(cluster) == 3)
         cluster.scale(0)
-        await eventually(lambda: len(names_in(cluster.place.folder / ENDED_FOLDER)) == 1)
+        await eventually(lambda: len(names_in(folder_of(cluster) / ENDED_FOLDER)) == 1)
         assert len(read("a").ended) == 3
         assert (await cluster.usage())["default"].sessions == 3
 
@@ -437,9 +437,9 @@ async def test_a_clusters_own_folder_does_not_grow_with_its_sessions(it):
     """Sessions and the scheduler list it again and again."""
     async with simulate(name="a", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        before = names_in(cluster.place.folder)
+        before = names_in(folder_of(cluster))
         cluster.scale(5)
         await eventually(lambda: arrived(cluster) == 5)
-        assert names_in(cluster.place.folder) == before
+        assert names_in(folder_of(cluster)) == before
         logs = {plan.log.parent for plan in (worker.plan for worker in cluster.workers.values())}
-        assert logs == {cluster.place.folder / "logs"}
+        assert logs == {folder_of(cluster) / "logs"}

@@ -26,7 +26,18 @@ from types import SimpleNamespace
 
 import distributed
 import pytest
-from clusters import NOTEBOOK, arrived, end, limits, rebuild, scheduler_of, simulate, target
+from clusters import (
+    NOTEBOOK,
+    arrived,
+    board_of,
+    end,
+    limits,
+    rebuild,
+    scheduler_number,
+    scheduler_of,
+    simulate,
+    target,
+)
 from distributed import Client, SpecCluster
 from distributed.core import Status
 from distributed.deploy.cluster import Cluster
@@ -162,7 +173,7 @@ async def test_a_worker_is_replaced_by_its_own_spec(it):
         await eventually(lambda: "large" not in cluster.worker_spec and sizes(cluster) == [2, 8])
         other = cluster.workers["other"]
         it.platform.evict(it.platform.running["mine-scheduler"])
-        await eventually(lambda: cluster.place.number == 1 and sizes(cluster) == [2, 8])
+        await eventually(lambda: scheduler_number(cluster) == 1 and sizes(cluster) == [2, 8])
         assert {worker.options.nthreads for worker in cluster.processes.workers()} == {1, 2}
         assert other.state == "closed"
         assert cluster.workers["other"].state == "running"
@@ -286,12 +297,12 @@ async def test_a_remote_forgets_no_worker_that_it_adds_while_the_board_changes(i
 async def test_a_worker_that_is_removed_by_hand_is_a_change_of_its_group_alone(it):
     async with simulate(name="mine", n_workers=1, worker_groups={"gpu": {"n_workers": 2}}) as cluster:
         await eventually(lambda: arrived(cluster) == 3)
-        before = cluster.sharing.board.groups
+        before = board_of(cluster).groups
         del cluster.worker_spec["mine-gpu-1"]
         await cluster._correct_state()
-        await eventually(lambda: cluster.sharing.board.groups["gpu"].target == 1)
-        assert cluster.sharing.board.groups["gpu"].request == before["gpu"].request + 1
-        assert cluster.sharing.board.groups["default"] == before["default"]
+        await eventually(lambda: board_of(cluster).groups["gpu"].target == 1)
+        assert board_of(cluster).groups["gpu"].request == before["gpu"].request + 1
+        assert board_of(cluster).groups["default"] == before["default"]
 
 
 @simulated
@@ -312,14 +323,14 @@ async def test_a_keeper_writes_options_of_workers_on_the_board_once(it, caplog):
         await cluster
         await eventually(lambda: arrived(cluster) == 2)
         await asyncio.sleep(30)
-        written = cluster.sharing.board.groups["default"], cluster.sharing.board.revision
+        written = board_of(cluster).groups["default"], board_of(cluster).revision
         await asyncio.sleep(30)
-        assert (cluster.sharing.board.groups["default"], cluster.sharing.board.revision) == written
+        assert (board_of(cluster).groups["default"], board_of(cluster).revision) == written
         it.platform.evict(it.platform.running["mine-scheduler"])  # the next one begins with a file
-        await eventually(lambda: cluster.place.number == 1 and arrived(cluster) == 2)
+        await eventually(lambda: scheduler_number(cluster) == 1 and arrived(cluster) == 2)
         add(cluster, "large", memory=8)
         await cluster
-        await eventually(lambda: "large" in cluster.sharing.board.groups["default"].own)
+        await eventually(lambda: "large" in board_of(cluster).groups["default"].own)
         assert "not changed" not in caplog.text
 
 

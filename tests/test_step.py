@@ -11,7 +11,7 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, create_elsewhere, log_of, make, rebuild, simulate, target
+from clusters import arrived, board_of, create_elsewhere, log_of, make, rebuild, simulate, target
 from distributed import Client, Worker
 from distributed.core import Status
 from simulated import running
@@ -80,8 +80,8 @@ async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(
 
         threads = []
         monkeypatch.setattr(processes, "absent", absent_while_a_user_scales)
-        older = {"default": dataclasses.replace(cluster.sharing.board.groups["default"], target=3, request=7)}
-        await cluster.sharing._keeper.take(dataclasses.replace(cluster.sharing.board, groups=older))
+        older = {"default": dataclasses.replace(board_of(cluster).groups["default"], target=3, request=7)}
+        await cluster.sharing._keeper.take(dataclasses.replace(board_of(cluster), groups=older))
         await asyncio.to_thread(threads[0].join)
         assert target(cluster) == 1
 
