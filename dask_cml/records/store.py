@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from dask_cml.checks import is_session_id
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
     ENDED_FOLDER,
     LOGS_FOLDER,
     RECORD_FILE,
+    SCHEDULER,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
     board_file,
@@ -444,13 +446,14 @@ def _read(folder: Path) -> Record | None:
     if SESSIONS_FOLDER not in names:
         raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
     sessions = read_entries(folder, record.name)
-    return replace(
-        record,
-        folder=folder,
-        launches=sessions.live,
-        ended=sessions.ended,
-        scheduler=_read_scheduler(folder, names) or record.scheduler,
-    )
+    scheduler = _read_scheduler(folder, names) or record.scheduler
+    launches = dict(sessions.live)
+    known = launches.keys() | sessions.ended.keys()
+    if is_session_id(scheduler.session) and scheduler.session not in known:
+        # Neither its keeper nor the session itself could enter it, as on a full disk.
+        launched = int(record.created.timestamp())
+        launches[scheduler.session] = Launch(scheduler.session, SCHEDULER, None, launched)
+    return replace(record, folder=folder, launches=launches, ended=sessions.ended, scheduler=scheduler)
 
 
 def _read_scheduler(folder: Path, names: Collection[str]) -> SchedulerState | None:
