@@ -16,6 +16,7 @@ from dask_cml.output import get_logger
 from dask_cml.private_files import open_regular
 from dask_cml.protocol import HELLO
 from dask_cml.records.record import Record
+from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
 from dask_cml.words import format_duration
@@ -138,7 +139,8 @@ async def judge(
 
     Otherwise it is *unknown*, however long it is silent: the scheduler may be busy, frozen or unreachable,
     and its file system may be full. A cluster with a dead scheduler is also unknown while its creator runs,
-    because the creator shuts it down. The platform lists a session only to its owner.
+    because the creator shuts it down, unless the scheduler's own session managed it last.
+    The platform lists a session only to its owner.
 
     A cluster without keys is judged by its files alone: another program may answer at its address.
 
@@ -199,7 +201,8 @@ def _judge_silent(record: Record, why: str, listing: Mapping[str, SessionInfo]) 
     dead = _why_dead(record, listing)
     if dead is None:
         return Finding(State.UNKNOWN, _silence_words(record) or why)
-    if record.launcher.lives():
+    # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
+    if record.launcher.lives() and record.scheduler.manager != WHO:
         return Finding(State.UNKNOWN, f"{dead}, but its creator still runs, process {record.launcher.pid}")
     return Finding(State.DEAD, dead)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -143,6 +144,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._lifetime.note_idle()
         if self._lifetime.closed is not None:
             self._scheduler.log_event(protocol.END, {"reason": self._lifetime.closed})
+            # Watchers must know it although the file may not be written: another scheduler would follow.
+            self._board.touch()
+            self._publish()
+            await asyncio.sleep(2 * timing.collect)  # `watch` answers after half of that
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
@@ -153,7 +158,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         await self._questions.close()
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
-            await asyncio.to_thread(self._file.write, self._state())
+            await unless_stale(functools.partial(self._file.write, self._state()))
         await self._resident.close()  # it reads in the file whether the cluster has ended
 
     def _state(self) -> dict[str, Any]:
@@ -377,6 +382,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "tasks_done": self._tasks_done(),
             "app_url": self._app_url if self._serves_dashboard else None,
             "serves_dashboard": self._serves_dashboard,
+            "closed": self._lifetime.closed,
             **self._lifetime.age,
         }
 

@@ -123,6 +123,8 @@ class Failover:
         RecordUnreadable
             If nobody can say, because the record cannot be read now.
         """
+        if self._link.board.closed is not None:
+            raise SchedulerLost(self._link.board.closed)
         why = await self._why_lost(record)
         if why is not None and not self._link.connected:
             await self._connect_to_next(record, why)

@@ -60,6 +60,8 @@ class BoardState:
         The URL of the scheduler's session. None if another program answers there.
     serves_dashboard : bool
         Whether the scheduler's dashboard has the port to which that URL leads.
+    closed : str or None
+        Why the cluster has ended. None if it has not.
     age, most_age : int
         The cluster's age and its limit, in seconds. 0: no limit.
     """
@@ -81,6 +83,7 @@ class BoardState:
     tasks_done: int = 0
     app_url: str | None = None
     serves_dashboard: bool = True
+    closed: str | None = None
     age: int = 0
     most_age: int = 0
 
