@@ -47,6 +47,8 @@ class Timing:
         Time in which the platform usually launches sessions. Until then the keeper does nothing else.
     listing : float
         Time in which the platform usually lists sessions. What can do without the list waits no longer.
+    files : float
+        The time of the project's file system to answer, before a cluster that ends goes on without it.
     finish : float
         Time without progress after which a process no longer waits for what its users have asked for, to
         leave the cluster or to delete a group. Calls that fail at once are repeated for a shorter time, so
@@ -91,6 +93,7 @@ class Timing:
     stop: float = 5.0
     launch: float = 2.0
     listing: float = 3.0
+    files: float = 10.0
     finish: float = 45.0
     succeed: float = 5.0
     strays: float = 15.0

@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from distributed.core import Status
 
 from dask_cml import output, protocol
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import cancel, within
 from dask_cml.core.adoption import Adoption
 from dask_cml.core.alone import How
 from dask_cml.core.at_exit import no_longer_end_at_exit
@@ -82,6 +82,8 @@ class Ending:
         self._retirements, self._stops, self._view = retirements, stops, view
         self._adoption, self._demand = adoption, demand
         self._task: asyncio.Task[None] | None = None
+        #: What waits for a file system that hangs.
+        self._writing: set[asyncio.Future[None]] = set()
         self._close_lock = threading.RLock()
         #: Whether the thread that has the lock closes.
         self._closes = False
@@ -135,11 +137,8 @@ class Ending:
                 if how is How.LEAVE:
                     not_done = await self._finish()
             finally:
-                await cancel(self._cluster.starting, *self._cluster.sharing.tasks)
-                await self._cluster.stop_looking()
-            if self._cluster.is_keeper:
-                await self.stop_waiting()
-            await self._cluster.sharing.close(how)
+                await self._in_time(self._stop_working())
+            await self._in_time(self._cluster.sharing.close(how))
             if how is How.SHUT_DOWN:
                 await self._say_goodbye()
             if not_done is not None and await self._cluster.sharing.is_succeeded():
@@ -162,6 +161,24 @@ class Ending:
         await asyncio.to_thread(output.flush)
         if not_done is not None and self.how is How.LEAVE:
             raise CMLError(not_done)
+
+    async def _stop_working(self) -> None:
+        """Stop all tasks of this process for the cluster."""
+        await cancel(self._cluster.starting, *self._cluster.sharing.tasks)
+        await self._cluster.stop_looking()
+        if self._cluster.is_keeper:
+            await self.stop_waiting()
+
+    async def _in_time(self, awaitable: Awaitable[None]) -> None:
+        """Wait for what may write files. If the file system hangs, go on: the sessions must be stopped."""
+        writing = asyncio.ensure_future(awaitable)
+        self._writing.add(writing)  # until the file system answers
+        writing.add_done_callback(self._writing.discard)
+        await asyncio.wait([writing], timeout=timing.files)
+        if writing.done():
+            writing.result()
+        else:
+            logger.warning("Files of cluster %s not written within %g s", self._name, timing.files)
 
     async def _say_goodbye(self) -> None:
         """Let the scheduler inform its workers and clients of its end."""
@@ -189,11 +206,11 @@ class Ending:
 
     async def _stop_sessions(self) -> None:
         """Stop all sessions of the cluster, from all processes, and then remove the record."""
-        await self._cluster.sharing.remember_usage()
+        await self._in_time(self._cluster.sharing.remember_usage())
         try:
             await self._cluster.api.close(self._stop_sessions_now)
         except CallFailed as error:
-            if await self._cluster.sharing.has_scheduler_closed():
+            if await within(timing.files, self._cluster.sharing.has_scheduler_closed()):
                 raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
             raise
 

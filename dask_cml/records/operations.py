@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -12,11 +13,15 @@ from dask_cml.cancellation import to_the_end
 from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.output import get_logger
 from dask_cml.records import history, liveness, store
+from dask_cml.records.entries import fact
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
+from dask_cml.sessions.answers import CallFailed, NoAnswer
+from dask_cml.sessions.calls import call_within
 from dask_cml.sessions.here import this_user
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+from dask_cml.timing import timing
 
 logger = get_logger(__name__)
 
@@ -246,21 +251,43 @@ async def _say_goodbye(record: Record, why: str) -> None:
 
 
 def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
-    """Stop all sessions in a cluster's record, and remove the record with the cluster's folder. Blocks."""
+    """Stop all sessions in a cluster's record, and remove the record with the cluster's folder. Blocks.
+
+    Raises
+    ------
+    CMLError
+        If sessions are not stopped. Or if the file system fails or does not answer: the known sessions are
+        stopped even so.
+    """
     stopped: set[str] = set()
 
     def stop(sessions: Mapping[str, str]) -> None:
         for session in sessions.keys() - stopped:
             api.adopt(session, sessions[session])
         stopped.update(sessions)
-        api.end()
+        try:
+            api.end()
+        except CallFailed:  # of some: the others are not to be listed any more
+            ended = [fact(session, "ended", int(time.time()), "") for session in stopped - api.live.keys()]
+            with contextlib.suppress(OSError, CMLError):
+                call_within(timing.files, store.write_sessions, record, [], ended)
+            raise
 
-    stop({**record.sessions, **store.refreshed(record).sessions})
-    while (latest := store.refreshed(record)).sessions.keys() - stopped:
-        stop(latest.sessions)
-    history.remember(record, why)
-    if last_sessions := store.remove(record):
-        stop(last_sessions)
+    try:
+        latest = call_within(timing.files, store.refreshed, record)
+        stop({**record.sessions, **latest.sessions})
+        while (latest := call_within(timing.files, store.refreshed, record)).sessions.keys() - stopped:
+            stop(latest.sessions)
+        call_within(timing.files, history.remember, record, why)
+        if last_sessions := call_within(timing.files, store.remove, record):
+            stop(last_sessions)
+    except (NoAnswer, OSError) as error:
+        stop(record.sessions)
+        raise CMLError(
+            f"the known sessions of cluster {record.name!r} are stopped, but its folder {record.folder} is "
+            f"not removed: {error}. When the file system answers, run `dask cml delete "
+            f"{shlex.quote(record.name)}`"
+        ) from error
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread as executors
+import functools
 import random
 import sys
 import threading
@@ -231,3 +232,18 @@ def start(function: Callable[[], T]) -> Future[T]:
     except RuntimeError as error:
         raise CMLError(f"Workers API not called: {error}") from error
     return future
+
+
+def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that may hang, and block until it returns, for some seconds at most.
+
+    Raises
+    ------
+    NoAnswer
+        If it takes longer. Its thread is left behind.
+    """
+    future = start(functools.partial(function, *arguments))
+    wait([future], timeout=seconds)
+    if not future.done():
+        raise NoAnswer(f"no answer within {seconds:g} s")
+    return future.result()

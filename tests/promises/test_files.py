@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 
 import pytest
-from clusters import arrived, create_elsewhere, is_keeper, manager, rebuild, simulate
+from clusters import NOTEBOOK, arrived, create_elsewhere, is_keeper, manager, rebuild, simulate
 from distributed import Client
 from simulated.process import current
-from simulated.shell import shell_json
+from simulated.shell import shell, shell_json
 from simulated.testing import eventually, simulated
+
+from dask_cml import CMLError
 
 
 def fill(it):
@@ -94,3 +97,53 @@ async def test_a_process_creates_a_cluster_anew_that_it_has_left_and_that_is_ove
     await eventually(lambda: not it.platform.live, 1000)
     async with simulate(name="night", security=True, n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
+
+
+@simulated
+async def test_a_stop_that_cml_refuses_leaves_one_session_in_the_record_and_not_all(it):
+    cluster = await simulate(name="night", security=True, n_workers=2)
+    await eventually(lambda: arrived(cluster) == 2)
+    kept = it.platform.running["night-1"]
+    it.platform.denied[kept] = 403
+    with pytest.raises(CMLError, match=f"CML did not stop {kept}, which may still run"):
+        await cluster.shutdown()
+    assert (await shell_json("info", "night"))["sessions"] == {kept: "night-1"}
+    it.platform.heal()
+    await shell("delete", "night")
+    assert it.platform.live == []
+
+
+@pytest.mark.parametrize("scheduler", ["answers", "is frozen"])
+@simulated
+async def test_a_shutdown_stops_all_sessions_although_the_file_system_hangs(it, scheduler):
+    async def use():
+        async with simulate(name="night", security=True, n_workers=2) as cluster:
+            await eventually(lambda: arrived(cluster) == 2)
+            is_ready.set()
+            await hangs.wait()
+            began = time.monotonic()
+            with pytest.raises(
+                CMLError, match=r"sessions of cluster 'night' are stopped.* `dask cml delete night`"
+            ):
+                await cluster.shutdown()
+            assert it.platform.live == []
+            assert time.monotonic() - began < 60.0
+            is_shut_down.set()
+
+    def hang(path, *arguments, **options):
+        if current() is user and not it.loop.is_here():
+            while not is_shut_down.is_set():
+                time.sleep(1.0)
+        return opens(path, *arguments, **options)
+
+    is_ready, hangs, is_shut_down = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    user = it.process("user", NOTEBOOK)
+    using = user.start(use())
+    await is_ready.wait()
+    opens, it.files.open = it.files.open, hang
+    if scheduler == "is frozen":
+        it.process_of("night-scheduler").pause(600)
+    hangs.set()
+    await is_shut_down.wait()
+    await using
+    it.files.open = opens
