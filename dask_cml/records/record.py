@@ -335,7 +335,7 @@ class Record:
     @property
     def dashboard_link(self) -> str | None:
         """The URL of the scheduler's dashboard. None if it has none, or before its URL is known."""
-        arguments = self.options.get("scheduler_args", ())
+        arguments = self.options.get("scheduler_args") or ()
         if "--no-dashboard" in arguments:
             return None
         return dashboard_link(self.scheduler.app_url, arguments) or None
