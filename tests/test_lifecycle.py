@@ -36,6 +36,7 @@ from distributed import Client, get_worker
 from distributed.core import Status
 from simulated.faults import HTTPError, Mishap
 from simulated.process import SimulatedProcess
+from simulated.shell import shell
 from simulated.testing import eventually, simulated
 from testbed import faults
 
@@ -135,13 +136,15 @@ async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(locally):
 
 @pytest.mark.parametrize("security", [True, False])
 @simulated
-async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_session_that_lists_nothing(
+async def test_a_silent_cluster_that_the_platform_does_not_list_keeps_its_name_until_it_is_deleted(
     it, security
 ):
     async def create():
-        with pytest.raises(ClusterExists, match="made"):
-            await simulate(name="made")
-        os.utime(sign, (0, sign.stat().st_mtime - timing.silence))
+        for silent in (0, timing.silence, 30 * 86400):
+            os.utime(sign, (0, sign.stat().st_mtime - silent))
+            with pytest.raises(ClusterExists, match="to delete it, run `dask cml delete made`"):
+                await simulate(name="made")
+        await shell("delete", "made")
         async with simulate(name="made") as cluster:
             assert it.platform.running["made-scheduler"] == cluster.sessions[0].id
 

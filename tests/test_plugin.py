@@ -508,7 +508,7 @@ async def stop(scheduler):
     [
         (shut_down, r"shut down by a client at \d+\.\d+\.\d+\.\d+"),
         (idle, "idle for 0.01 s"),
-        (replace, "another scheduler replaces it"),
+        (replace, "None"),  # which goes on with the next scheduler
         (stop, "None"),  # by the platform, so another one may replace it
     ],
 )

@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_nothing(state, monkeypatch):
 def test_until_a_scheduler_writes_its_file_the_record_contains_what_was_written_for_it(state):
     groups = {"default": {"options": {}, "target": 3}}
     store.claim(new_record("a"), {"groups": groups, "keeper": "k1"})
-    assert read("a").scheduler == SchedulerState(groups=groups)
+    assert read("a").scheduler == SchedulerState(groups=groups, keeper="k1")
 
 
 def test_the_last_scheduler_counts(state):
