@@ -179,7 +179,8 @@ def state_directory() -> Finding:
 
 def scratch() -> Finding:
     """Check that Dask spills to a local disk of the session, and that the disk has free space."""
-    folder = Path(dask.config.get("temporary-directory", None) or tempfile.gettempdir())
+    configured = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
+    folder = Path(os.path.expanduser(os.path.expandvars(configured)))
     disk, shared = _existing(folder), _existing(options.state_directory())
     if launches_sessions() and disk.stat().st_dev == shared.stat().st_dev:
         words = f"{folder} is on the project file system, which is slow. Dask workers spill data to it."

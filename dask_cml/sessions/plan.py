@@ -47,6 +47,8 @@ PRELOAD = "dask_cml.scheduler.plugin"
 WITHOUT_RECORD = "dask_cml.scheduler.questions"
 #: The share of the scratch space that Dask workers may fill, and the variable that tells them.
 _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
+#: The variable that tells Dask workers where to spill.
+_SPILL_FOLDER = "DASK_TEMPORARY_DIRECTORY"
 #: Characters of a record's id in the name of a session on the platform.
 _ID_LENGTH = 6
 #: What a session expands in the values and words of a user: ``$NAME``, ``${NAME}`` and ``~``.
@@ -295,7 +297,8 @@ def _plan(
     if any(map(_EXPANDS.search, words)):
         session["n_expanded"] = len(words)
     # Not as they are: the session could no longer know the value that a `$PATH` in PATH means.
-    expanded = {variable: text for variable, text in options.env.items() if _EXPANDS.search(text)}
+    texts = {_SPILL_FOLDER: str(dask.config.get("temporary-directory", "")), **options.env}
+    expanded = {variable: text for variable, text in texts.items() if _EXPANDS.search(text)}
     if options.worker_class is not None and (folder := options.env.get(PROGRAM_FOLDER)):
         # `dask worker` imports the class before our module finds modules there.
         expanded["PYTHONPATH"] = f"{options.env.get('PYTHONPATH', '$PYTHONPATH')}:{folder}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import dask
 import pytest
@@ -54,6 +55,19 @@ def test_levels_of_loggers_hold_in_workers(platform, until, light):
     ):
         client.submit(chat).result()
         until(lambda: "said in a task" in str(cluster.get_logs()["mine-0"]))
+
+
+def test_the_temporary_folder_of_the_configuration_may_contain_variables(platform, light, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with (
+        dask.config.set({"temporary-directory": "~/of-$CDSW_ENGINE_ID"}),
+        CMLCluster(n_workers=1, platform="local", quiet=True) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(1)
+        [used] = client.run(lambda dask_worker: dask_worker.local_directory).values()
+        [session] = [session.id for session in cluster.sessions if session.role == "worker"]
+        assert (tmp_path / f"of-{session}") in Path(used).parents
 
 
 @simulated
