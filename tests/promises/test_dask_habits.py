@@ -57,7 +57,9 @@ def test_levels_of_loggers_hold_in_workers(platform, until, light):
         until(lambda: "said in a task" in str(cluster.get_logs()["mine-0"]))
 
 
-def test_the_temporary_folder_of_the_configuration_may_contain_variables(platform, light, tmp_path, monkeypatch):
+def test_the_temporary_folder_of_the_configuration_may_contain_variables(
+    platform, light, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     with (
         dask.config.set({"temporary-directory": "~/of-$CDSW_ENGINE_ID"}),
