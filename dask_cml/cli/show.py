@@ -76,8 +76,15 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
             cells["workers"] += f" ({row['waiting']} {words})"
     if row["adapts"]:
         names_groups = [*row["adapts"]] != [DEFAULT_GROUP] or len(row["groups"] or ()) > 1
-        cells["workers"] += f" ({adapting(row['adapts'], names_groups=names_groups)})"
+        bounds = adapting(row["adapts"], names_groups=names_groups)
+        cells["workers"] += f" ({bounds}{_as_soon(row)})"
     return cells
+
+
+def _as_soon(row: dict[str, Any]) -> str:
+    """Return the words for a cluster that runs and does not adapt, because no process manages it."""
+    is_unmanaged = row["status"] == "running" and row["manager"] is None
+    return " as soon as a process manages it" if is_unmanaged else ""
 
 
 @cml.command()
@@ -96,7 +103,6 @@ async def info(name: str | None, as_json: bool) -> None:
     is_silent = row["status"] in ("stale", "not answering")
     usage = usage_of(record, history.end_of(record) if is_silent else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
-    row["manager"] = record.scheduler.manager if row["status"] == "running" else None
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
     owners = {id: launch.owner for id, launch in record.launches.items() if launch.owner is not None}
     if record.maker.session is None:  # on the local platform, whose sessions end with no other session
@@ -111,26 +117,28 @@ async def info(name: str | None, as_json: bool) -> None:
         print_json(row | {"sessions": sessions, "owners": owners})
         return
     problem = first_line_of(row["problem"]) if row["problem"] else None
-    if row["manager"] is None and row["status"] == "running":
+    manager = row["manager"]
+    if manager is None and row["status"] == "running":
         lives_on = record.scheduler.orphan_timeout is None and not problem
-        row["manager"] = _MANAGER_SOON if lives_on else _NO_MANAGER
+        manager = _MANAGER_SOON if lives_on else _NO_MANAGER
     values = {"name": row["name"], "status": row["status"], "problem": problem}
     values |= _cells(row) | {
         "address": row["address"],
         "ends": "; ".join(row["ends"]),
         "scheduler": row["scheduler"],
-        "manager": row["manager"],
+        "manager": manager,
         "created": row["created"],
         "folder": row["folder"],
         "security": "none" if record.security is None else "TLS with its own keys",
         "creator": f"process {record.maker.pid} on {record.maker.host}",
     }
     lines = [*values.items()]
+    later = _as_soon(row)
     for group, options in record.groups.items():
         amounts = {name: options.get(name) for name in ("cpu", "memory", "nvidia_gpu")}
         sizes = [f"{name}={n:g}" for name, n in amounts.items() if isinstance(n, (int, float))]
         connected = (row["groups"] or {}).get(group, "-")
-        bounds = f", {adapts(*row['adapts'][group])}" if group in row["adapts"] else ""
+        bounds = f", {adapts(*row['adapts'][group])}{later}" if group in row["adapts"] else ""
         noun = "Dask worker" if connected == 1 else "Dask workers"
         lines.append(("group", f"{group}  {connected} {noun} connected{bounds}, {' '.join(sizes)}"))
     for session, role in sessions.items():

@@ -124,8 +124,8 @@ async def describe(
     -------
     list of dict
         Name, address for clients, status, problem, workers, Dask workers by worker group, threads, memory in
-        bytes, idle time in seconds (None: there are tasks), bounds of the groups that adapt, the user who
-        created it, age in seconds, when it ends, dashboard, the scheduler's own address, the number of
+        bytes, idle time in seconds (None: there are tasks), bounds of the groups that adapt, the process that
+        manages it (None: none does, or that is unknown), the user who created it, age in seconds, when it ends, dashboard, the scheduler's own address, the number of
         queued sessions, and the longest wait in seconds, or None. The status is "running",
         "starting", "not answering" or "stale"; see :func:`liveness.judge`.
     """
@@ -151,6 +151,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "problem": present.problem if alive else finding.why,
         **(numbers if alive else dict.fromkeys(numbers)),
         "adapts": record.bounds,
+        "manager": record.scheduler.manager if alive else None,
         "by": record.maker.user,
         "age": record.age,
         "ends": record.ends,

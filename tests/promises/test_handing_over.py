@@ -364,9 +364,17 @@ async def test_dask_cml_adapt_says_if_nobody_is_to_manage_the_cluster(it):
     printed = await asyncio.wait_for(run_command("adapt", "lab", 0, 3), 60.0)
     assert "Cluster lab adapts between 0 and 3 workers as soon as a process manages it" in printed
     assert "CMLCluster.from_name('lab')" in printed
+    while "adapts between 0 and 3" not in (listed := await run_command("list")):
+        await asyncio.sleep(1.0)
+    later = "adapts between 0 and 3 as soon as a process manages it"
+    assert later in listed
+    assert later in await run_command("info", "lab")
     async with rebuild("lab", shutdown_on_close=True) as cluster:
         await eventually(lambda: is_keeper(cluster))
         assert limits(cluster) == (0, 3)
+        while "as soon as" in (listed := await run_command("list")):
+            await asyncio.sleep(1.0)
+        assert "adapts between 0 and 3" in listed
 
 
 @simulated
