@@ -125,8 +125,9 @@ async def describe(
     list of dict
         Name, address for clients, status, problem, workers, Dask workers by worker group, threads, memory in
         bytes, idle time in seconds (None: there are tasks), bounds of the groups that adapt, the process that
-        manages it (None: none does, or that is unknown), the user who created it, age in seconds, when it ends, dashboard, the scheduler's own address, the number of
-        queued sessions, and the longest wait in seconds, or None. The status is "running",
+        manages it (None: none does, or that is unknown), the user who created it, age in seconds, when it
+        ends, dashboard, the scheduler's own address, the number of queued sessions, and the longest wait in
+        seconds, or None. The status is "running",
         "starting", "not answering" or "stale"; see :func:`liveness.judge`.
     """
     records = [*records]
