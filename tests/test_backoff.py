@@ -52,6 +52,12 @@ def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_o
     assert backoff.pause == 0
 
 
+def test_workers_are_replaced_however_often_tasks_have_ended_some(backoff):
+    for _ in range(2000):
+        backoff.lost({"mine-0": OUT_OF_MEMORY})
+    assert 0 < backoff.pause <= 60
+
+
 def test_a_failure_is_a_problem_until_a_worker_connects(backoff, lines, clock):
     backoff.failed("it ended", 3)
     assert lines == ["Worker failed: it ended (and 2 more)"]

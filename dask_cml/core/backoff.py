@@ -11,6 +11,8 @@ from dask_cml.options.limits import describe
 from dask_cml.sessions.causes import Cause, Loss
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+#: More doublings of a pause change nothing, and a float has room for a thousand.
+_MOST_DOUBLINGS = 10
 #: The causes of a session's end that are no failures.
 _NO_FAILURES = (Cause.CLOSED, Cause.NAME_TAKEN)
 #: Seconds for which a connection has to hold, so that earlier failures do not count any more, and so that the
@@ -167,7 +169,8 @@ class Backoff:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
 
     def _pause(self) -> None:
-        pause = min(_FIRST_PAUSE * 2 ** (self._pauses - 1), _LONGEST_PAUSE)
+        doublings = min(self._pauses - 1, _MOST_DOUBLINGS)
+        pause = min(_FIRST_PAUSE * 2**doublings, _LONGEST_PAUSE)
         self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
 
     def _forgive(self, lasted: float) -> None:
