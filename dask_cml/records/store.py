@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import secrets
@@ -51,7 +52,10 @@ from dask_cml.private_files import (
 )
 from dask_cml.records.entries import pack_entries, read_entries, write_entries
 from dask_cml.records.record import Record, SchedulerState
+from dask_cml.sessions.answers import NoAnswer
+from dask_cml.sessions.calls import call_within
 from dask_cml.sessions.entry import Launch
+from dask_cml.timing import timing
 
 #: Folders with such names, and of this age in seconds, were left behind by a crash.
 _LEFTOVERS, _LEFTOVER_AGE = (".claim-", ".removed-"), 600.0
@@ -374,7 +378,10 @@ def remove(record: Record) -> dict[str, str] | None:
     with contextlib.suppress(OSError):
         live = read_entries(aside, record.name).live
         sessions = {session: launch.key for session, launch in live.items()}
-    shutil.rmtree(aside, ignore_errors=True)  # a session may write its log meanwhile
+    # A session may write its log meanwhile. The files of many sessions take long, and nobody needs to wait.
+    delete = functools.partial(shutil.rmtree, aside, ignore_errors=True)
+    with contextlib.suppress(NoAnswer):
+        call_within(timing.files / 2, delete)
     sweep(record.folder.parent)
     return sessions
 

@@ -113,6 +113,21 @@ async def test_a_stop_that_cml_refuses_leaves_one_session_in_the_record_and_not_
     assert it.platform.live == []
 
 
+@simulated
+async def test_a_shutdown_succeeds_although_the_file_system_removes_thousands_of_files_slowly(it):
+    def remove_slowly(path, **options):
+        time.sleep(60.0)
+        removes(path, **options)
+
+    removes = it.files.shutil.rmtree
+    async with simulate(name="night", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.files.shutil.rmtree = remove_slowly
+        await cluster.shutdown()
+    assert it.platform.live == []
+    assert await shell_json("list") == []
+
+
 @pytest.mark.parametrize("scheduler", ["answers", "is frozen"])
 @simulated
 async def test_a_shutdown_stops_all_sessions_although_the_file_system_hangs(it, scheduler):
