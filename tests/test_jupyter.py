@@ -55,7 +55,7 @@ def test_a_server_without_labextension_logs_this_once(platform, tmp_path):
     disabled = "--ServerApp.jpserver_extensions=dask_labextension=False"
     with JupyterServer(tmp_path, FACTORY, arguments=[disabled]) as server:
         until(lambda: "dask-labextension is missing" in server.log)
-        assert server.ask("GET", "dask/clusters")[0] == 404
+        assert server.request("GET", "dask/clusters")[0] == 404
         server.stop()
     assert server.log.count("dask-labextension is missing") == 1
     assert "Traceback" not in server.log
