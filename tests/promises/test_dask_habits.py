@@ -7,8 +7,8 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import arrived, simulate
-from distributed import Client
+from clusters import NOTEBOOK, arrived, rebuild, simulate
+from distributed import Client, WorkerPlugin
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
@@ -57,6 +57,46 @@ def test_levels_of_loggers_hold_in_workers(platform, until, light):
         until(lambda: "said in a task" in str(cluster.get_logs()["mine-0"]))
 
 
+PRELOAD = """
+import click
+
+@click.command()
+@click.option("--flavour")
+def dask_setup(worker, flavour):
+    worker.flavour = flavour
+"""
+
+
+def test_workers_that_connect_later_have_uploaded_modules_plugins_and_preloads(platform, light, tmp_path):
+    class Plugin(WorkerPlugin):
+        def setup(self, worker):
+            worker.of_plugin = "set up"
+
+    (tmp_path / "preload.py").write_text(PRELOAD)
+    (tmp_path / "uploaded.py").write_text("VALUE = 3")
+    options = {
+        "distributed.worker.preload": [str(tmp_path / "preload.py")],
+        "distributed.worker.preload-argv": ["--flavour", "sweet"],
+    }
+    with (
+        dask.config.set(options),
+        CMLCluster(n_workers=0, platform="local", quiet=True) as cluster,
+        Client(cluster) as client,
+    ):
+        client.upload_file(str(tmp_path / "uploaded.py"))
+        client.register_plugin(Plugin())
+        cluster.scale(1)
+        client.wait_for_workers(1)
+        found = client.run(
+            lambda dask_worker: (
+                __import__("uploaded").VALUE,
+                dask_worker.of_plugin,
+                dask_worker.flavour,
+            )
+        )
+        assert [*found.values()] == [(3, "set up", "sweet")]
+
+
 def test_the_temporary_folder_of_the_configuration_may_contain_variables(
     platform, light, tmp_path, monkeypatch
 ):
@@ -78,3 +118,27 @@ async def test_the_idle_time_is_right_although_clocks_differ(it):
         await eventually(lambda: arrived(cluster) == 1 and "idle for" in repr(cluster))
         it.loop.set_clock(1200)  # the scheduler has said before since when the cluster is idle
         assert "min" not in repr(cluster)
+
+
+LAG = "a notebook that does not manage the cluster learns of workers up to a second after the scheduler"
+
+
+@pytest.mark.parametrize(
+    "by", ["cluster", pytest.param("name", marks=pytest.mark.xfail(strict=True, reason=LAG))]
+)
+@simulated
+async def test_no_worker_is_pending_after_wait_for_workers_in_a_second_notebook(it, by):
+    async with simulate(name="lab", n_workers=1):
+        second = it.process("second", NOTEBOOK)
+        await second.start(scale_in_a_second_notebook(by))
+
+
+async def scale_in_a_second_notebook(by: str) -> None:
+    async with (
+        rebuild("lab") as cluster,
+        Client(cluster if by == "cluster" else "cml://lab", asynchronous=True) as client,
+    ):
+        for n in (2, 3, 4, 6):
+            cluster.scale(n)
+            await client.wait_for_workers(n)
+            assert f"workers={n}," in repr(cluster)
