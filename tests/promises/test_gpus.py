@@ -35,11 +35,10 @@ def cmlapi(monkeypatch):
     monkeypatch.setitem(sys.modules, "cmlapi", module)
 
 
-async def seen(cluster, client):
+async def seen(client):
     """Return the GPUs that each worker sees, by the worker's name."""
-    names = {address: worker["name"] for address, worker in cluster.scheduler_info["workers"].items()}
-    answers = await client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return {names[address]: answer for address, answer in answers.items()}
+    answers = await client.run(lambda dask_worker: (dask_worker.name, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return dict(answers.values())
 
 
 @pytest.mark.slow
@@ -62,12 +61,12 @@ async def test_each_worker_of_a_session_sees_its_own_gpu(
         await client.wait_for_workers(2)
         await holds(lambda: connected(cluster) == {"night-0-0", "night-0-1"})
         named = {"night-0-0": expected[0], "night-0-1": expected[1]}
-        assert await seen(cluster, client) == named
+        assert await seen(client) == named
         log = (await cluster.get_logs())["night-0"]
         said = re.findall(r"WARNING - Worker night-0-(\d): 1 of 2 GPUs found in this session", log)
         assert sorted(said) == (["0", "1"] if found == 1 else [])
         await client.restart()
-        assert await seen(cluster, client) == named
+        assert await seen(client) == named
 
 
 @pytest.mark.slow
