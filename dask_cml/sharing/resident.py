@@ -66,8 +66,10 @@ async def keep(name: str, closes: asyncio.Event) -> None:
 
 
 async def _why_ended(cluster: CMLCluster) -> str | None:
-    """Return why the scheduler has closed for good, by its file. None if it was lost."""
+    """Return why the scheduler has closed for good, by its last answer or its file. None if it was lost."""
     assert cluster.record is not None
+    if cluster.sharing.board.closed is not None:
+        return cluster.sharing.board.closed
     try:
         return (await asyncio.to_thread(store.read_again, cluster.record)).scheduler.closed
     except (NoSuchCluster, store.RecordUnreadable):

@@ -114,6 +114,19 @@ async def test_a_stop_that_cml_refuses_leaves_one_session_in_the_record_and_not_
 
 
 @simulated
+async def test_a_cluster_that_manages_itself_ends_when_it_is_idle_although_the_disk_is_full(it):
+    creator = await create_elsewhere(
+        it, name="night", security=True, shutdown_on_close=False, n_workers=2, idle_timeout=120
+    )
+    creator.kill()
+    await eventually(lambda: manager("night") == "its scheduler's session")
+    make_room = fill(it)
+    await eventually(lambda: it.platform.live == [], 600.0)
+    make_room()
+    assert await shell_json("list") == []
+
+
+@simulated
 async def test_a_shutdown_succeeds_although_the_file_system_removes_thousands_of_files_slowly(it):
     def remove_slowly(path, **options):
         time.sleep(60.0)
