@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import os
@@ -210,7 +211,10 @@ class Ending:
         try:
             await self._cluster.api.close(self._stop_sessions_now)
         except CallFailed as error:
-            if await within(timing.files, self._cluster.sharing.has_scheduler_closed()):
+            has_closed = False
+            with contextlib.suppress(asyncio.TimeoutError):  # the error names sessions that may still run
+                has_closed = await within(timing.files, self._cluster.sharing.has_scheduler_closed())
+            if has_closed:
                 raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
             raise
 

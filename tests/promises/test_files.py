@@ -47,6 +47,22 @@ def fill_entries(it):
     return make_room
 
 
+def hang(it, process, ended):
+    """Let the file system hang for a process until something has ended. Return a function that heals it."""
+
+    def hanging(path, *arguments, **options):
+        if current() is process and not it.loop.is_here():
+            while not ended.is_set():
+                time.sleep(1.0)
+        return opens(path, *arguments, **options)
+
+    def heal():
+        it.files.open = opens
+
+    opens, it.files.open = it.files.open, hanging
+    return heal
+
+
 def become_stale(it):
     """Let the file system answer that all handles are stale. Return a function that heals it."""
 
@@ -141,6 +157,34 @@ async def test_a_shutdown_succeeds_although_the_file_system_removes_thousands_of
     assert await shell_json("list") == []
 
 
+@simulated
+async def test_a_shutdown_names_the_sessions_that_may_still_run_although_the_file_system_hangs(it):
+    async def use():
+        async with simulate(name="night", security=True, n_workers=2) as cluster:
+            await eventually(lambda: arrived(cluster) == 2)
+            kept = it.platform.running["night-1"]
+            it.platform.denied[kept] = 403
+            is_ready.set()
+            await hangs.wait()
+            try:
+                with pytest.raises(CMLError, match=f"CML did not stop {kept}, which may still run"):
+                    await cluster.shutdown()
+            finally:
+                it.platform.heal()
+                is_shut_down.set()
+
+    is_ready, hangs, is_shut_down = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    user = it.process("user", NOTEBOOK)
+    using = user.start(use())
+    await is_ready.wait()
+    heal = hang(it, user, is_shut_down)
+    hangs.set()
+    await is_shut_down.wait()
+    await using
+    heal()
+    assert it.platform.live == []
+
+
 @pytest.mark.parametrize("scheduler", ["answers", "is frozen"])
 @simulated
 async def test_a_shutdown_stops_all_sessions_although_the_file_system_hangs(it, scheduler):
@@ -158,20 +202,14 @@ async def test_a_shutdown_stops_all_sessions_although_the_file_system_hangs(it, 
             assert time.monotonic() - began < 60.0
             is_shut_down.set()
 
-    def hang(path, *arguments, **options):
-        if current() is user and not it.loop.is_here():
-            while not is_shut_down.is_set():
-                time.sleep(1.0)
-        return opens(path, *arguments, **options)
-
     is_ready, hangs, is_shut_down = asyncio.Event(), asyncio.Event(), asyncio.Event()
     user = it.process("user", NOTEBOOK)
     using = user.start(use())
     await is_ready.wait()
-    opens, it.files.open = it.files.open, hang
+    heal = hang(it, user, is_shut_down)
     if scheduler == "is frozen":
         it.process_of("night-scheduler").pause(600)
     hangs.set()
     await is_shut_down.wait()
     await using
-    it.files.open = opens
+    heal()
