@@ -532,9 +532,11 @@ def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platfor
             patch.setattr("distributed.versions.get_versions", lambda: here)
             [finding] = clusters.versions(["lab"], 60)
         assert finding.state == "warning"
-        there = own["cloudpickle"]
-        assert f"cloudpickle is 1.0 here, and {there} in 2 processes of the cluster." in finding.words
-        assert "numpy" not in finding.words
+        differences = [
+            f"{package} is 1.0 here, and {own[package]} in 2 processes of the cluster."
+            for package in ("cloudpickle", "numpy")
+        ]
+        assert finding.words == f"{' '.join(differences)} Delete the cluster, and create it again."
         assert finding.command.endswith("cml delete lab")
 
         with Client(cluster) as client:
