@@ -331,7 +331,7 @@ FORKS = {
                 sys.exit()
             assert os.wait()[1] == 0
             cluster.scale(2)
-            cluster.sync(until_written, cluster)
+            cluster.sync(cluster.sharing.written)
             sys.exit()
     """,
     "multiprocessing": """
