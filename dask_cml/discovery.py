@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dask_cml.cluster import CMLCluster
 from dask_cml.observers import ObservedCluster
 from dask_cml.records import liveness, store
 
 
-class DiscoveredCluster(ObservedCluster):
-    """A running cluster for dask-ctl, which lists it often, and calls :meth:`close` to delete it."""
+class CMLCluster(ObservedCluster):
+    """A running cluster for dask-ctl, which lists it often, and calls :meth:`close` to delete it.
+
+    dask-ctl shows users the name of the class.
+    """
 
     def close(self, timeout: float | None = None) -> Any:
         """Shut the cluster down."""
@@ -33,4 +35,4 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     # dask-ctl gives a discovery 5 s, which stale records must not use up.
     for name, finding in (await liveness.look(records, timeout=2.0, patience=4.0)).items():
         if finding.state is liveness.State.ALIVE:
-            yield name, DiscoveredCluster
+            yield name, CMLCluster

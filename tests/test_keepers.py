@@ -48,6 +48,7 @@ from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing import sharing
+from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -802,3 +803,23 @@ async def test_dask_workers_that_are_not_named_like_the_clusters_stay(it, caplog
         assert cluster.observed == {"mine", 5}
         assert named.status == numbered.status == Status.running
     assert "Cannot manage" not in caplog.text
+
+
+@simulated
+async def test_events_are_kept_that_are_noted_while_the_schedulers_url_is_sent(it, monkeypatch):
+    async def send_slowly(self, **values):
+        await asyncio.sleep(5.0)
+        return await send(self, **values)
+
+    send = Link.set
+    monkeypatch.setattr(Link, "set", send_slowly)
+    async with simulate(name="lab") as cluster, Client(cluster, asynchronous=True) as client:
+        cluster.scale(3)
+        await eventually(lambda: arrived(cluster) == 3)
+
+        async def launched():
+            events = [event for _, event in await client.get_events("cml")]
+            return {event["session"] for event in events if event.get("action") == "launched"}
+
+        while await launched() != {"lab-0", "lab-1", "lab-2"}:
+            await asyncio.sleep(1.0)

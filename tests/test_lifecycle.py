@@ -41,7 +41,8 @@ from simulated.testing import eventually, simulated
 from testbed import faults
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, output
-from dask_cml.discovery import DiscoveredCluster, discover
+from dask_cml.discovery import CMLCluster as DiscoveredCluster
+from dask_cml.discovery import discover
 from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
 from dask_cml.observers import ObservedCluster, Observers

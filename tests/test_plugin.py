@@ -616,3 +616,12 @@ def silence():
             await asyncio.sleep(0.05)
 
     return wait
+
+
+async def test_a_scheduler_of_another_release_refuses_its_cluster(tmp_path):
+    folder = prepare(tmp_path / "mine")
+    file = folder / board_file(0)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "protocol": 1}))
+    with pytest.raises(RuntimeError, match="its cluster speaks protocol 1 of dask-cml, and this session"):
+        async with scheduler_in(folder):
+            pass

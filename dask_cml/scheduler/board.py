@@ -57,6 +57,10 @@ class GroupChange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 #: Maximum number of processes whose last change is remembered.
 _MOST_WRITERS = 1000
 
+#: The most bytes of all groups, as JSON. The rest of the scheduler's file is for what becomes of them, see
+#: dask_cml.private_files.MOST_BYTES.
+_MOST_BYTES = 500_000
+
 #: Changes of groups by their names. None: delete the group.
 GroupChanges = Mapping[Group, GroupChange | None]
 
@@ -211,6 +215,8 @@ class Board:
             raise ValueError(
                 f"invalid name={name!r}: expected a name that no worker group of the cluster has"
             )
+        if is_new:
+            self._check_size(name, change)
         if not is_new and name not in self.groups:
             known = ", ".join(map(repr, self.groups))
             raise ValueError(f"invalid worker_group={name!r}: expected one of {known}")
@@ -223,6 +229,15 @@ class Board:
                     raise ValueError(
                         f"invalid worker name {worker!r}: expected a name that no worker of the cluster has"
                     )
+
+    def _check_size(self, name: str, change: GroupChange | None) -> None:
+        """Refuse a group with which the scheduler's file could not be read: it holds all groups."""
+        sizes = [len(json.dumps(options)) for options in (self.groups_to_json(), msgspec.to_builtins(change))]
+        if sum(sizes) > _MOST_BYTES:
+            raise ValueError(
+                f"invalid options of worker group {name!r} with {sizes[1]} bytes: expected at most "
+                f"{max(0, _MOST_BYTES - sizes[0])} bytes, because all groups of a cluster have {_MOST_BYTES}"
+            )
 
     def _change(self, name: str, change: GroupChange) -> None:
         group = self.groups.setdefault(name, BoardGroup(created=self.revision))

@@ -100,6 +100,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             return
         self._has_started = True
         begin = await unless_stale(self._file.begin)
+        if begin.get("protocol", protocol.PROTOCOL) != protocol.PROTOCOL:
+            raise RuntimeError(
+                f"its cluster speaks protocol {begin['protocol']} of dask-cml, and this session "
+                f"{protocol.PROTOCOL}: install one release for the whole project, and restart the kernels"
+            )
         self._scheduler = scheduler
         port = os.environ.get(DASHBOARD_PORT)
         self._serves_dashboard = port is None or port == str(scheduler.services["dashboard"].port)
@@ -551,9 +556,9 @@ async def dask_setup(scheduler: Scheduler) -> None:
     except FileNotFoundError:
         logger.warning("Scheduler not started: its cluster was deleted")
         scheduler.loop.add_callback(_close, scheduler, "its cluster was deleted")
-    except Exception:
+    except Exception as error:
         # Nothing else ends a scheduler that nobody watches.
-        scheduler.loop.add_callback(_close, scheduler, "its preload module failed")
+        scheduler.loop.add_callback(_close, scheduler, f"its preload module failed: {error}")
         raise
 
 

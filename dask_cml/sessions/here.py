@@ -74,8 +74,9 @@ def dashboard_link(url: object, scheduler_args: Sequence[str] = ()) -> str:
     if base is None:
         return ""
     template = dask.config.get("distributed.dashboard.link")
-    if template != _DASKS_LINK:
-        with contextlib.suppress(KeyError, IndexError, ValueError):  # a variable is missing, or a port wrong
+    if isinstance(template, str) and template != _DASKS_LINK:
+        # A variable is missing, or a port wrong.
+        with contextlib.suppress(AttributeError, KeyError, IndexError, ValueError):
             parts = urlsplit(base)
             port = parts.port or _PORTS[parts.scheme]
             place = {"scheme": parts.scheme, "host": parts.hostname, "port": port}

@@ -200,12 +200,12 @@ class Keeper:
                 not_stopped=view.not_stopped,
             ).to_json()
             events = [*self._events]
+            n_before = self._n_events - len(events)  # others may be noted while the scheduler answers
             is_known = report == self._published and self._url == self._sent_url
             if is_known and not (changes or closed or events):
                 return
             try:
                 await self._send_url()
-                n_before = self._n_events - len(events)
                 answer = await self._link.report(report, closed, changes, events, n_before)
             except CMLError as error:
                 logger.info("Board of cluster %s not written: %s", self._record.name, error)
@@ -368,6 +368,7 @@ class Keeper:
         """
         scheduler_timeout = self._cluster.options.scheduler_timeout
         return {
+            "protocol": protocol.PROTOCOL,
             "cluster": self._record.name,
             "record": self._record.id,
             "keeper": self._link.id,

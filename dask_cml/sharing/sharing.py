@@ -92,6 +92,7 @@ class Sharing(Alone):
         options = cluster.options
         self.who = WHO if cluster.is_resident else Maker.this_process().words
         self._given = given
+        self._has_own_name = given.get("name") is not None or dask.config.get("cml.name", None) is not None
         self.new_record: Record = Record(
             options.name, maker=maker or Maker.this_process(), folder=cluster.place.folder
         )
@@ -216,16 +217,21 @@ class Sharing(Alone):
         await take_name(record, board, cluster.api)
         await asyncio.to_thread(fill_folder, options, cluster.place, keys)
         cluster.move(replace(cluster.place, record=record.id, security=keys.security))
-        if not record.maker.serves:  # the web UI creates clusters for several users
+        if not record.maker.serves and not self._has_own_name:  # the web UI creates for several users
             self._name_others()
         with cluster.groups.changing():
             keeper.note_own_changes()
             self._keeper, self.role = keeper, Role.KEEPER
 
     def _name_others(self) -> None:
-        """Name the user's other clusters in this process. A cell that runs again may have left them."""
+        """Name the user's other clusters in this process that have random names, too.
+
+        A cell that runs again may have left them. Whoever gives names wants several clusters.
+        """
         for other in unclosed():
             if other is self._cluster or other.starting is None or not other.takes_lease:
+                continue
+            if other.sharing._has_own_name:
                 continue
             if other.sessions:
                 name, age = other.options.name, format_duration(other.sessions[0].age)

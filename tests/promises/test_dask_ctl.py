@@ -56,7 +56,7 @@ def test_dask_cluster_manages_a_cluster_from_its_creation_to_its_end(platform, s
     assert "Scaled cluster mine to 2 workers." in ctl("scale", "mine", "2")
     [line] = [line.split() for line in ctl("list", "cmlcluster").splitlines() if "mine" in line]
     assert line[0] == "mine"
-    assert line[2:6] == ["dask_cml.discovery.DiscoveredCluster", "cmlcluster", "2", "2"]
+    assert line[2:6] == ["dask_cml.discovery.CMLCluster", "cmlcluster", "2", "2"]
     assert line[-1] == "Running"
     assert "CMLCluster.from_name('mine')" in ctl("snippet", "mine")
     assert len(live(platform)) == 3

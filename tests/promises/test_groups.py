@@ -9,6 +9,8 @@ from clusters import arrived, connected, simulate
 from distributed import Client, get_worker
 from simulated.testing import eventually, simulated
 
+from dask_cml import CMLError
+
 
 @simulated
 async def test_a_group_is_added_scaled_and_deleted_while_the_cluster_runs(it):
@@ -113,3 +115,15 @@ async def test_an_invalid_group_is_refused_and_launches_nothing(it, name, option
             await cluster.add_worker_group(name, n_workers=1, **options)
         await asyncio.sleep(30.0)
         assert len(it.platform.all) == 1
+
+
+@simulated
+async def test_a_group_that_the_files_of_a_cluster_cannot_hold_is_refused(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        words = r"invalid options of worker group 'big' with 6\d+ bytes: expected at most"
+        with pytest.raises((ValueError, CMLError), match=words):
+            await cluster.add_worker_group("big", env={"TABLE": "x" * 600_000})
+        assert [*cluster.worker_groups] == ["default"]
+        await cluster.add_worker_group("small", n_workers=1)
+        await eventually(lambda: arrived(cluster) == 2)

@@ -128,13 +128,13 @@ async def test_adapt_without_a_maximum_says_which_one_it_takes(it, caplog):
 
 @simulated
 async def test_a_second_cluster_of_a_process_says_how_to_shut_the_first_one_down(it):
-    async with simulate(name="one"), simulate(name="two") as two:
+    async with simulate() as one, simulate(name="named"), simulate() as two:
         [line] = [line for line in lines_of(two) if "another cluster" in line]
         words = r"This process has another cluster, open for [\d.]+ (s|min)\. To shut it down, run: (.*)"
         command = re.fullmatch(words, line)
         assert command
-        assert command[2] == ("from dask_cml import CMLCluster; CMLCluster.from_name('one').shutdown()")
-        assert {cluster.name for cluster in CMLCluster.open()} == {"one", "two"}
+        assert command[2] == f"from dask_cml import CMLCluster; CMLCluster.from_name({one.name!r}).shutdown()"
+        assert {cluster.name for cluster in CMLCluster.open()} == {one.name, "named", two.name}
 
 
 @simulated
