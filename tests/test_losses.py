@@ -154,6 +154,7 @@ async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connec
         )
 
 
+@pytest.mark.parametrize("slowly_alone", ["shared"], indirect=True)  # cut_off needs its link
 @simulated
 async def test_a_worker_that_never_connects_is_replaced_although_the_scheduler_is_away_now_and_then(it):
     it.platform.doom("silent", key="-0")
