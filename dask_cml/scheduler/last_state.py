@@ -6,8 +6,10 @@ from typing import Any
 
 from distributed.scheduler import Scheduler, WorkerState
 
-#: How the stimuli of removals begin that a user asks for, and the reasons of a worker that somebody closes.
-_RESTART, _CLOSED = "client-restart", ("worker-close", "scheduler-close-worker")
+#: How the stimuli of removals begin that somebody asks for. Releases such as 2024.5 say nothing else of it.
+_ASKED = ("client-restart", "retire-workers", "worker-close-gracefully")
+#: The reasons of a worker that somebody closes.
+_CLOSED = ("worker-close", "scheduler-close-worker")
 #: Maximum number of tasks to name, and of characters of a name.
 _MOST_TASKS, _LONGEST = 3, 100
 
@@ -26,7 +28,7 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
     removals = [event for event in events if event.get("action") == "remove-worker"]
     removal: dict[str, Any] = removals[-1] if removals else {}
     closings = [event.get("reason") for event in events if event.get("action") == "closing-worker"]
-    was_restarted = str(removal.get("stimulus_id")).startswith(_RESTART)  # a worker without a nanny ends then
+    was_asked = str(removal.get("stimulus_id")).startswith(_ASKED)
     extra = worker.extra.get("cml") or {}
     return {
         "memory": worker.memory.process,
@@ -34,6 +36,6 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
         "spilled": worker.memory.spilled,
         "max_spill": extra.get("max_spill"),
         "tasks": [str(key)[:_LONGEST] for key in [*removal.get("processing-tasks", ())][:_MOST_TASKS]],
-        "expected": bool(removal.get("expected") or was_restarted or {*closings} & {*_CLOSED}),
+        "expected": bool(removal.get("expected") or was_asked or {*closings} & {*_CLOSED}),
         "nanny": worker.nanny,
     }

@@ -6,6 +6,7 @@ import asyncio
 import re
 
 import dask
+import distributed
 import pytest
 from clusters import arrived, connected, lines_of, log_of, make, rebuild, simulate
 from distributed import Client, wait
@@ -16,6 +17,9 @@ from dask_cml import CMLCluster
 
 NO_FPGA = "3 tasks need FPGA=1, which no worker group offers"
 NO_GPU = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
+
+#: Futures of earlier releases are cancelled without a reason.
+GIVES_REASONS = hasattr(distributed.client, "FutureCancelledError")
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -151,7 +155,7 @@ async def test_who_ended_a_cluster_is_told_to_its_other_users_and_their_clients(
         who = r"closed by \w+ in session notebook12345678 \(process \d+\)"
         await eventually(lambda: re.search(who, other.problem or ""))
         await eventually(lambda: future.status == "cancelled")
-        with pytest.raises(Exception, match=rf"cluster night has ended: {who}"):
+        with pytest.raises(Exception, match=rf"cluster night has ended: {who}" if GIVES_REASONS else None):
             await future
 
 
@@ -162,7 +166,7 @@ async def test_scattered_data_that_was_lost_names_the_reason(it):
         [data] = await client.scatter([b"data"])
         it.platform.evict(it.platform.running["night-0"])
         await eventually(lambda: data.status == "cancelled")
-        with pytest.raises(Exception, match="cancelled for reason: "):
+        with pytest.raises(Exception, match="cancelled for reason: " if GIVES_REASONS else None):
             await data
 
 
