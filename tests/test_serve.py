@@ -486,7 +486,7 @@ async def test_dashboards_use_a_separate_port_and_need_no_token(server):
         await server.post("/api/clusters", name=name, scheduler_args=[])
         await server.until(name, running)
     night, day = await dashboard_of(server), await dashboard_of(server, "day")
-    ask = functools.partial(server.ask, "GET", token=False, port=server.dashboards.port)
+    ask = functools.partial(server.request, "GET", token=False, port=server.dashboards.port)
     path = night.removeprefix(f"//127.0.0.1:{server.dashboards.port}")
     page = await ask(f"{path}status", Cookie=f"{server.access.cookie}={server.access.token}")
     assert page.status == 200
