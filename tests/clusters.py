@@ -326,3 +326,23 @@ def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:
         await succeed(board)
 
     cluster.sharing._succeed = ask_and_succeed  # type: ignore[method-assign]
+
+
+def waits(cluster: CMLCluster) -> list[float]:
+    """Return how long the queued worker sessions have waited, in seconds."""
+    return cluster.view.waits()
+
+
+def wanted(cluster: CMLCluster, group: str = "default") -> list[str]:
+    """Return the names of the wanted workers of a group."""
+    return [*cluster.view.workers_of(group)]
+
+
+def id_on_board(cluster: CMLCluster) -> str:
+    """Return the id by which the scheduler knows a cluster's process."""
+    return cluster.sharing.link.id
+
+
+def break_connection(cluster: CMLCluster) -> None:
+    """Break the connection on which a process hears of the scheduler, as if nobody acknowledged messages."""
+    cluster.sharing.link._watching.abort()  # type: ignore[union-attr]

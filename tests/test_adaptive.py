@@ -376,7 +376,7 @@ async def test_only_the_default_group_can_have_another_class(it):
     async with simulate(worker_groups={"gpu": {}}) as cluster:
         with pytest.raises(ValueError, match=r"invalid Adaptive=.*: expected a CMLAdaptive for the group"):
             cluster.adapt(Adaptive=Adaptive, worker_group="gpu")
-        assert not cluster.groups.adapts("gpu")
+        assert limits(cluster, "gpu") is None
 
 
 @simulated

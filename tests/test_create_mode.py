@@ -120,10 +120,10 @@ async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypa
         first.sharing._name_others()
         return make_spec(*arguments)
 
-    async with lab() as first:
+    async with simulate() as first:
         make_spec = cluster_module.scheduler_spec
         monkeypatch.setattr(cluster_module, "scheduler_spec", spec)
-        await simulate(name="other").close()
+        await simulate().close()
         assert "another cluster" not in log_of(first)
 
 

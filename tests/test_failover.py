@@ -16,6 +16,7 @@ import pytest
 from clusters import (
     arrived,
     board_of,
+    break_connection,
     create_and_kill,
     create_elsewhere,
     cut_off,
@@ -310,7 +311,7 @@ async def test_a_notebook_that_was_frozen_for_minutes_goes_on_and_ends_its_clust
     creator = await create_elsewhere(it, name="lab", n_workers=1)
     [cluster] = creator.clusters
     creator.pause(timing.silence + 30.0)
-    cluster.sharing.link._watching.abort()  # nobody acknowledges what the scheduler sends
+    break_connection(cluster)  # nobody acknowledges what the scheduler sends
     await eventually(lambda: board_of(cluster).keeper is not None and creator.runs)
     await eventually(lambda: cluster.keeps, 30)
     creator.call(cluster.scale, 2)

@@ -11,7 +11,15 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import create_and_kill, create_and_leave, create_elsewhere, log_of, simulate, write_record
+from clusters import (
+    create_and_kill,
+    create_and_leave,
+    create_elsewhere,
+    limits,
+    log_of,
+    simulate,
+    write_record,
+)
 from distributed.core import Status
 from lab import JupyterServer, until
 from simulated.testing import eventually, simulated
@@ -164,7 +172,7 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
         sidebar._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
         sidebar._adaptives["another"] = kept = object()
         await eventually(lambda: listed.worker_groups["default"].n_workers == 0)
-        assert cluster.view.limits() == listed.view.limits()
+        assert limits(cluster) == limits(listed)
         assert cluster_id in sidebar._adaptives
         creator.call(cluster.scale, 1)  # which stops the adaptive scaling
         await eventually(lambda: cluster_id not in sidebar._adaptives)

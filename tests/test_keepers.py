@@ -20,6 +20,7 @@ from clusters import (
     create_and_kill,
     create_elsewhere,
     cut_off,
+    id_on_board,
     is_connected,
     launch,
     limits,
@@ -32,6 +33,8 @@ from clusters import (
     simulate,
     target,
     until_written,
+    waits,
+    wanted,
     who_gave_up,
     write_record,
 )
@@ -86,11 +89,11 @@ async def test_a_remote_shows_what_the_keeper_says(it):
             it.platform.heal()
             it.platform.configure({"sessions": 2}, waits_for_room=True)
             remote.scale(2)
-            await eventually(lambda: remote.view.waits())
+            await eventually(lambda: waits(remote))
             assert "queued" in repr(remote)
             assert remote.n_pending == 1
             it.platform.configure()
-            await eventually(lambda: has(remote, 2) and not remote.view.waits())
+            await eventually(lambda: has(remote, 2) and not waits(remote))
             assert "problem" not in repr(remote)
 
 
@@ -299,7 +302,7 @@ async def test_a_request_whose_answer_is_lost_undoes_no_later_request_of_another
         def lose_first_answer(handler):
             async def handle(**message):
                 answer = handler(**message)
-                if keeper.sharing.link.id in message.values() and message.get("groups") and not unanswered:
+                if id_on_board(keeper) in message.values() and message.get("groups") and not unanswered:
                     unanswered.append(message)
                     await asyncio.Event().wait()
                 return answer
@@ -458,7 +461,7 @@ async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_n
     before = {*it.platform.live}
     async with rebuild("shared", shutdown_on_close=True) as cluster:
         await eventually(lambda: groups(cluster) == {"default": 1, "gpu": 1})
-        assert (cluster.view.workers_of("default"), cluster.view.workers_of("gpu")) == (
+        assert (wanted(cluster, "default"), wanted(cluster, "gpu")) == (
             ["shared-worker-0"],
             ["large"],
         )
@@ -466,7 +469,7 @@ async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_n
         await eventually(lambda: cluster.keeps)
         await asyncio.sleep(timing.strays + timing.stray)
         assert groups(cluster) == {"default": 1, "gpu": 1}
-        assert (cluster.view.workers_of("default"), cluster.view.workers_of("gpu")) == (
+        assert (wanted(cluster, "default"), wanted(cluster, "gpu")) == (
             ["shared-worker-0"],
             ["large"],
         )

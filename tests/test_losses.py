@@ -6,7 +6,7 @@ import asyncio
 
 import dask
 import pytest
-from clusters import arrived, cut_off, log_of, scheduler_of, simulate
+from clusters import arrived, cut_off, log_of, scheduler_of, simulate, waits
 from distributed import Worker
 from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
@@ -35,7 +35,7 @@ async def test_a_waiting_session_that_leaves_the_list_is_replaced(it):
     """Its wait would have no end: somebody has stopped it, and the platform has archived it."""
     it.platform.configure({"sessions": 1}, waits_for_room=True)
     async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: cluster.view.waits())
+        await eventually(lambda: waits(cluster))
         it.platform.set(cluster.workers["mine-0"].session_id, "stopped", listed=False)
         it.platform.configure()
         await eventually(lambda: dask_names(cluster) == {"mine-1"}, seconds=120)

@@ -6,7 +6,16 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from clusters import arrived, board_of, create_elsewhere, rebuild, scheduler_number, simulate, target
+from clusters import (
+    arrived,
+    board_of,
+    create_elsewhere,
+    id_on_board,
+    rebuild,
+    scheduler_number,
+    simulate,
+    target,
+)
 from distributed.scheduler import WorkerState
 from simulated.testing import eventually, simulated
 
@@ -163,7 +172,7 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
 
         monkeypatch.setattr(store, "read_again", read_again_in_others)
         creator.kill()
-        await eventually(lambda: board_of(first).keeper in (None, first.sharing.link.id))
+        await eventually(lambda: board_of(first).keeper in (None, id_on_board(first)))
         async with rebuild("mine") as second:
             await eventually(lambda: second.keeps)
             assert not first.keeps

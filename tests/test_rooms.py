@@ -49,18 +49,12 @@ REACH_INSIDE = {
     "test_create_mode.py",
     "test_exit.py",
     "test_failover.py",
-    "test_jupyter.py",
     "test_keepers.py",
     "test_lifecycle.py",
-    "test_losses.py",
     "test_problems.py",
     "test_remotes.py",
     "test_serve.py",
-    "test_simulated.py",
-    "test_spec_cluster.py",
-    "test_start.py",
     "test_step.py",
-    "test_waiting.py",
 }
 
 FILES = {

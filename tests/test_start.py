@@ -12,7 +12,6 @@ from simulated.testing import eventually, simulated
 from testbed import faults
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout
-from dask_cml.core.alone import How
 from dask_cml.sessions import mesh
 from dask_cml.sharing import sharing
 
@@ -63,7 +62,7 @@ async def test_a_refusal_is_shown_with_the_callers_frames_only_where_it_is_await
 
 def test_an_error_of_a_running_cluster_is_shown_without_the_event_loop(platform):
     with CMLCluster(platform="local", quiet=True) as cluster:
-        cluster.sync(cluster.ending.end, How.SHUT_DOWN)
+        cluster.shutdown()
         with pytest.raises(CMLError, match="is closed") as caught:
             cluster.add_worker_group("new")
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.value.__traceback__)]

@@ -13,7 +13,7 @@ import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, log_of, simulate
+from clusters import arrived, log_of, simulate, waits
 from distributed import Client
 from simulated.testing import eventually, simulated
 from testbed import faults
@@ -68,7 +68,7 @@ async def listed(name, **expected):
 async def test_six_workers_where_one_has_room(platform, room, holds):
     room(2)
     async with make(n_workers=6) as cluster:
-        await holds(lambda: arrived(cluster) == 1 and len(cluster.view.waits()) == 5)
+        await holds(lambda: arrived(cluster) == 1 and len(waits(cluster)) == 5)
         before = {session.id for session in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
@@ -135,7 +135,7 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
         clusters.simulate(name="lab", n_workers=2) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
-        await eventually(lambda: arrived(cluster) == 1 and cluster.view.waits())
+        await eventually(lambda: arrived(cluster) == 1 and waits(cluster))
         it.platform.configure()
         cluster.scale(3)
 
