@@ -284,7 +284,7 @@ class CMLCluster(SpecCluster):
         check_silence_logs(silence_logs)
         options = Options.read(**given).inheriting()
         own = here.this_cluster()
-        if own is not None and options.create_mode != "connect" and given.get("create_mode") is None:
+        if own is not None and options.create_mode == "create" and given.get("create_mode") is None:
             raise CMLError(
                 f"cluster not created: this process runs in a session of cluster {own}, perhaps because "
                 "a task imports the module that creates the cluster. Create it in a function, or below "

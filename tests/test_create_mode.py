@@ -143,3 +143,17 @@ async def test_a_session_of_a_cluster_creates_a_cluster_only_if_the_code_says_so
             await process.start(create())
         assert {*it.platform.running} == {"lab-scheduler", "lab-0"}
         assert "other-scheduler" in await process.start(create(create_mode="create"))
+
+
+@simulated
+async def test_a_session_of_a_cluster_connects_if_the_configuration_says_so(it):
+    async def connect():
+        with dask.config.set({"cml.create-mode": "create-or-connect"}):
+            async with simulate(name="lab") as cluster:
+                return cluster.scheduler_address
+
+    async with lab(n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        process = it.process_of("lab-0")
+        assert await process.start(connect()) == cluster.scheduler_address
+        assert {*it.platform.running} == {"lab-scheduler", "lab-0"}

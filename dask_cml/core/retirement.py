@@ -181,8 +181,9 @@ class Retirements:
         if holding:
             # The platform may list a session as ended before the scheduler notices it.
             with contextlib.suppress(CMLError):
-                listing = await self._cluster.api.sessions_within(timing.listing) or {}
-                holding -= {worker.name for worker in workers if worker.update(listing)}
+                listing = await self._cluster.api.sessions_within(timing.listing)
+                if listing is not None:
+                    holding -= {worker.name for worker in workers if worker.update(listing)}
         return holding
 
     async def _retire_from_dask(self, names: Sequence[str]) -> set[str]:
