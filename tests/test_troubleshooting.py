@@ -236,8 +236,10 @@ def test_the_page_lists_the_errors_about_names(platform, seen, caplog, capsys):
 @provokes("Cluster is closed", "This process has another cluster")
 @simulated
 async def test_the_page_lists_the_messages_about_several_clusters(it, seen):
-    async with simulate(name="lab"), simulate(name="night") as cluster:
-        seen.append(log_of(cluster))
+    async with simulate(), simulate() as second:
+        seen.append(log_of(second))
+    async with simulate(name="night") as cluster:
+        pass
     with pytest.raises(CMLError) as caught:
         cluster.scale(1)
     seen.append(f"CMLError: {caught.value}")

@@ -175,7 +175,7 @@ async def test_a_cluster_whose_tasks_wait_in_vain_for_a_worker_ends_when_nobody_
             await asyncio.sleep(1.0)
         assert future.status == "pending"
         await eventually(lambda: it.clusters == [])
-    assert not it.platform.live
+    await eventually(lambda: not it.platform.live)
     waited = "its tasks have waited for 120 s without a worker, and no process of a user has managed it"
     assert await why_ended() == waited
 
