@@ -47,6 +47,7 @@ from dask_cml.records.operations import end_all
 from dask_cml.records.record import Maker
 from dask_cml.scheduler import plugin
 from dask_cml.sharing import failover, sharing
+from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 
@@ -258,7 +259,11 @@ async def test_a_remote_leaves_a_scheduler_of_another_release_alone(it):
     newer = SimpleNamespace(**{**vars(protocol), "PROTOCOL": protocol.PROTOCOL + 1})
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
         await eventually(lambda: arrived(cluster) == 1)
-        with mock.patch.object(plugin, "protocol", newer), mock.patch.object(cluster.sharing.link, "_check"):
+        with (
+            mock.patch.object(plugin, "protocol", newer),
+            mock.patch.object(sharing_keeper, "protocol", newer),
+            mock.patch.object(cluster.sharing.link, "_check"),
+        ):
             await lose_scheduler(it.platform, eventually)
             await eventually(lambda: stands(it, cluster, 1))
             said = f"speaks protocol {newer.PROTOCOL} of dask-cml"
