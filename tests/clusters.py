@@ -178,8 +178,13 @@ def target(cluster: CMLCluster) -> int:
 
 def limits(cluster: CMLCluster, group: str = "default") -> tuple[int, int | None] | None:
     """Return the limits of a worker group's adaptive scaling. None: it has a fixed size."""
-    adapting = cluster.view.limits(group)
+    adapting = adapting_of(cluster, group)
     return None if adapting is None else (adapting["minimum"], adapting["maximum"])
+
+
+def adapting_of(cluster: CMLCluster, group: str = "default") -> dict[str, Any] | None:
+    """Return all settings of a worker group's adaptive scaling. None: it has a fixed size."""
+    return cluster.view.limits(group)
 
 
 def name_of(session: dict[str, Any]) -> str:
@@ -346,3 +351,146 @@ def id_on_board(cluster: CMLCluster) -> str:
 def break_connection(cluster: CMLCluster) -> None:
     """Break the connection on which a process hears of the scheduler, as if nobody acknowledged messages."""
     cluster.sharing.link._watching.abort()  # type: ignore[union-attr]
+
+
+#: Moments at which tests step in: the part of a cluster that acts then, and its function.
+MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    # of every process
+    "asks the scheduler": (lambda cluster: cluster.sharing.link, "ask"),
+    "checks the scheduler's release": (lambda cluster: cluster.sharing.link, "_check"),
+    "joins a scheduler": (lambda cluster: cluster.sharing.link, "join"),
+    "checks the scheduler": (lambda cluster: cluster.sharing.failover, "check"),
+    "takes the board": (lambda cluster: cluster.sharing, "_take_board"),
+    "waits until all is written": (lambda cluster: cluster.sharing, "written"),
+    "follows the board": (lambda cluster: cluster.sharing._follower, "take"),
+    "forgets failures": (lambda cluster: cluster.launches, "begin_anew"),
+    # of the keeper
+    "looks for losses": (lambda cluster: cluster.losses, "find"),
+    "looks for sessions": (lambda cluster: cluster.adoption, "find_sessions"),
+    "looks for absent workers": (lambda cluster: cluster.processes, "absent"),
+    "asks whether a group adapts": (lambda cluster: cluster.groups, "adapts"),
+    "resizes a group": (lambda cluster: cluster.groups, "resize"),
+    "drops workers": (lambda cluster: cluster.groups, "drop"),
+    "notes a launch": (lambda cluster: cluster.sharing, "launched"),
+    "stops sessions": (lambda cluster: cluster.stops, "start"),
+    "writes the record": (lambda cluster: cluster.sharing._keeper.journal, "write"),
+    "asks for data to move": (lambda cluster: cluster.ending, "_data_to_move"),
+}
+
+
+def step_in(cluster: CMLCluster, moment: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function instead of what a cluster calls at a moment. Return what it has called."""
+    part, name = MOMENTS[moment]
+    owner = part(cluster)
+    original: Callable[..., Any] = getattr(owner, name)
+    setattr(owner, name, function)
+    return original
+
+
+def step_out(cluster: CMLCluster, moment: str) -> None:
+    """Let a cluster do again at a moment what it does without ``step_in``."""
+    part, name = MOMENTS[moment]
+    delattr(part(cluster), name)
+
+
+def recorded(cluster: Any) -> Record | None:
+    """Return the record that a cluster has for other processes. None: it is not shared."""
+    found: Record | None = cluster.place.record
+    return found
+
+
+def follows(cluster: Any) -> bool:
+    """Return whether a process shows what another one does that manages the cluster."""
+    return cluster.sharing.view is not None
+
+
+def spec_of(cluster: CMLCluster, group: str) -> dict[str, Any]:
+    """Return the spec of a new worker of a group, to be added by hand."""
+    return cluster.groups.spec(group)
+
+
+def forget_session(cluster: CMLCluster, session: str) -> None:
+    """Let a process not know that it has launched a session."""
+    cluster.api.forget(session)
+
+
+def start_time(cluster: CMLCluster, group: str) -> float:
+    """Return how long sessions of a group take to start, as far as this process knows."""
+    return cluster.launches.start_time(group)
+
+
+async def n_supplied(cluster: CMLCluster, group: str) -> int:
+    """Return how many sessions adaptive scaling counts for a group."""
+    snapshot = await cluster.demand.snapshot()
+    return snapshot.supply(group).sessions
+
+
+def dashboard_listener(cluster: Any) -> Any:
+    """Return the socket of this machine at which a cluster's dashboard is forwarded."""
+    return cluster.sharing._forwarder._listener
+
+
+def name_other_clusters(cluster: Any) -> None:
+    """Tell the user which other clusters this process has, as at the start of a cluster."""
+    cluster.sharing._name_others()
+
+
+async def take_board(cluster: Any, **changes: Any) -> None:
+    """Let the keeper take a board with changes, as if users had made them."""
+    await cluster.sharing._keeper.take(replace(board_of(cluster), **changes))
+
+
+def change_known_board(cluster: Any, **changes: Any) -> None:
+    """Change what a process knows of the board, without a word to the scheduler."""
+    cluster.sharing.link.board = replace(board_of(cluster), **changes)
+
+
+async def set_on_board(cluster: Any, **settings: Any) -> None:
+    """Ask the scheduler to change settings of the cluster."""
+    await cluster.sharing.link.set(**settings)
+
+
+def asked_address(cluster: Any) -> str:
+    """Return the address at which a process asks the scheduler."""
+    address: str = cluster.sharing.link.address
+    return address
+
+
+def ask_at(cluster: Any, address: str) -> None:
+    """Let a process ask another scheduler from now on, as one that has joined it."""
+    cluster.sharing.link.address = address
+
+
+async def stop_managing(cluster: Any) -> None:
+    """Let a process no longer manage its cluster, as one that has lost it to another."""
+    await cluster.sharing._yield(cluster.sharing._keeper)
+
+
+async def unsubscribe(cluster: Any) -> None:
+    """End the connection on which a process hears of Dask workers, as when it breaks."""
+    await cluster.connection.unsubscribe()
+
+
+def is_subscribed(cluster: Any) -> bool:
+    """Return whether a process hears of Dask workers."""
+    return bool(cluster.connection.is_subscribed)
+
+
+def loop_runs(cluster: Any) -> bool:
+    """Return whether the event loop of a cluster runs."""
+    return bool(cluster.ending._loop_runs)
+
+
+def end_at_exit(cluster: CMLCluster, timeout: float) -> None:
+    """End a cluster as when the interpreter exits."""
+    cluster.ending.end_now(timeout=timeout)
+
+
+def end_in_another_process(cluster: CMLCluster, timeout: float) -> None:
+    """End a cluster as when the interpreter exits and starts no threads."""
+    cluster.ending.end_in_another_process(timeout=timeout)
+
+
+async def outlive_this_process(cluster: CMLCluster) -> None:
+    """Let a cluster run on when this process exits."""
+    await cluster.ending.outlive_this_process()

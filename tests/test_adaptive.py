@@ -7,7 +7,19 @@ import gc
 import threading
 
 import pytest
-from clusters import arrived, create_elsewhere, limits, rebuild, scheduler_of, simulate, target, until_written
+from clusters import (
+    adapting_of,
+    arrived,
+    create_elsewhere,
+    limits,
+    rebuild,
+    scheduler_of,
+    simulate,
+    start_time,
+    step_in,
+    target,
+    until_written,
+)
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
@@ -186,7 +198,7 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         adaptive = remote.adapt(1, 5, interval="2 s", wait_count=7, target_duration="9 s")
         await eventually(lambda: arrived(cluster) == 3)
         taken = cluster._adaptive
-        assert taken.limits == adaptive.limits == cluster.view.limits() == remote.view.limits()
+        assert taken.limits == adaptive.limits == adapting_of(cluster) == adapting_of(remote)
         assert taken.limits == {
             "minimum": 1,
             "maximum": 5,
@@ -221,14 +233,14 @@ async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers
         assert adaptive.periodic_callback is None
 
 
-@pytest.mark.parametrize("change", ["resize", "drop"])
+@pytest.mark.parametrize("change", ["resizes a group", "drops workers"])
 @simulated
 async def test_a_user_who_scales_while_adapting_scales_is_the_last(it, change):
     async with simulate(name="mine") as cluster:
         work = Work(it, cluster, tasks=2)
         cluster.adapt(0, 5, **FAST)
         await eventually(lambda: arrived(cluster) == 2)
-        original, threads = getattr(cluster.groups, change), []
+        threads = []
 
         def scale_meanwhile(*arguments):
             if not threads:
@@ -237,8 +249,8 @@ async def test_a_user_who_scales_while_adapting_scales_is_the_last(it, change):
                 threads[0].join(0.2)  # for ever, if it must wait
             original(*arguments)
 
-        setattr(cluster.groups, change, scale_meanwhile)
-        work.tasks = 5 if change == "resize" else 0
+        original = step_in(cluster, change, scale_meanwhile)
+        work.tasks = 5 if change == "resizes a group" else 0
         await eventually(lambda: threads and not threads[0].is_alive())
         await asyncio.sleep(10)
         assert target(cluster) == arrived(cluster) == 3
@@ -388,4 +400,4 @@ async def test_the_next_keeper_knows_how_long_sessions_take_to_start(it):
         creator.kill()
         await eventually(lambda: cluster.keeps)
         for group in ("default", "gpu"):
-            assert 0.5 < cluster.launches.start_time(group) < 30
+            assert 0.5 < start_time(cluster, group) < 30

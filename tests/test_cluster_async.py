@@ -13,7 +13,16 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import arrived, is_connected, lines_of, rebuild, scheduler_number, scheduler_of, simulate
+from clusters import (
+    arrived,
+    dashboard_listener,
+    is_connected,
+    lines_of,
+    rebuild,
+    scheduler_number,
+    scheduler_of,
+    simulate,
+)
 from distributed import Worker
 from distributed.core import Status
 from simulated.testing import eventually, simulated
@@ -197,7 +206,7 @@ async def test_a_cluster_that_shut_itself_down_leaves_no_forwarder_and_no_silenc
     logging.getLogger("distributed").addHandler(handler)
     try:
         cluster = await simulate(idle_timeout="5s", forward_dashboard=True)
-        listener = cluster.sharing._forwarder._listener
+        listener = dashboard_listener(cluster)
         assert (handler.level, listener.fileno() == -1) == (logging.WARNING, False)
         await eventually(lambda: cluster.status == Status.closed)
         assert (handler.level, listener.fileno() == -1) == (logging.NOTSET, True)

@@ -19,6 +19,7 @@ from clusters import (
     is_connected,
     log_of,
     make,
+    recorded,
     simulate,
     target,
     who_gave_up,
@@ -42,7 +43,7 @@ async def alone(**options):
     async with simulate(AloneCluster, name="mine", **options) as cluster:
         yield cluster
         assert store.records() == []
-        assert cluster.record is cluster.place.record is None
+        assert cluster.record is recorded(cluster) is None
     assert not (state_directory() / "mine").exists()
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, log_of, make, rebuild, simulate
+from clusters import arrived, create_and_kill, log_of, make, name_other_clusters, rebuild, simulate
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
@@ -117,7 +117,7 @@ async def test_from_name_finds_the_platform_of_the_cluster(platform):
 @simulated
 async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypatch):
     def spec(*arguments):
-        first.sharing._name_others()
+        name_other_clusters(first)
         return make_spec(*arguments)
 
     async with simulate() as first:

@@ -13,7 +13,7 @@ import threading
 import warnings
 
 import pytest
-from clusters import simulate
+from clusters import end_at_exit, loop_runs, simulate
 from distributed.core import Status
 from programs import PATIENCE, Program
 from simulated.testing import eventually, simulated
@@ -393,7 +393,7 @@ def test_close_without_an_event_loop_leaves_no_coroutine_unawaited(platform):
             cluster._close().send(None)
         gc.collect()
     assert warned == []
-    cluster.ending.end_now(timeout=1)
+    end_at_exit(cluster, timeout=1)
 
 
 # -- the handler of SIGTERM
@@ -457,7 +457,7 @@ def test_a_handler_that_closes_joins_the_close_that_it_interrupts(platform, defa
     cluster.close()
     assert ended == [Status.closed]
     assert cluster.status == Status.closed
-    assert not cluster.ending._loop_runs
+    assert not loop_runs(cluster)
     assert all(session["stop_requested"] for session in platform.sessions())
 
 
@@ -476,7 +476,7 @@ def test_a_close_after_an_interrupted_close_joins_it(platform):
     interrupted.set()
     cluster.close()
     assert cluster.status == Status.closed
-    assert not cluster.ending._loop_runs
+    assert not loop_runs(cluster)
     assert all(session["stop_requested"] for session in platform.sessions())
 
 

@@ -30,6 +30,8 @@ from clusters import (
     scheduler_number,
     scheduler_of,
     simulate,
+    step_in,
+    step_out,
     target,
     until_written,
 )
@@ -262,8 +264,8 @@ async def test_a_remote_leaves_a_scheduler_of_another_release_alone(it):
         with (
             mock.patch.object(plugin, "protocol", newer),
             mock.patch.object(sharing_keeper, "protocol", newer),
-            mock.patch.object(cluster.sharing.link, "_check"),
         ):
+            step_in(cluster, "checks the scheduler's release", lambda *_: None)
             await lose_scheduler(it.platform, eventually)
             await eventually(lambda: stands(it, cluster, 1))
             said = f"speaks protocol {newer.PROTOCOL} of dask-cml"
@@ -271,6 +273,7 @@ async def test_a_remote_leaves_a_scheduler_of_another_release_alone(it):
             await asyncio.sleep(2 * timing.silence)
             assert log_of(other).count(said) == 1
             assert other.status == Status.running
+            step_out(cluster, "checks the scheduler's release")
         assert stands(it, cluster, 1)
 
 
@@ -432,10 +435,12 @@ async def test_a_scheduler_that_is_busy_for_a_moment_is_no_problem_of_its_keeper
             asked.append(op)
             raise asyncio.TimeoutError("no answer within 10 s")
 
-        cluster.ask = cluster.sharing.link.ask = busy
+        cluster.ask = busy
+        step_in(cluster, "asks the scheduler", busy)
         cluster.woken.set()
         await eventually(lambda: len(set(asked)) > 1)
-        del cluster.ask, cluster.sharing.link.ask
+        del cluster.ask
+        step_out(cluster, "asks the scheduler")
         await eventually(lambda: is_connected(cluster))
     assert "Cannot manage" not in caplog.text, asked
 
@@ -643,12 +648,12 @@ async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
 
 
 @simulated
-async def test_no_question_goes_to_a_scheduler_that_another_one_replaces(it, monkeypatch):
+async def test_no_question_goes_to_a_scheduler_that_another_one_replaces(it):
     async def unreachable(*_):
         raise OSError("no route to host")
 
     async with simulate(name="lab") as keeper, rebuild("lab") as remote:
-        monkeypatch.setattr(remote.sharing.link, "join", unreachable)
+        step_in(remote, "joins a scheduler", unreachable)
         it.platform.evict(keeper.scheduler.session_id)
         await eventually(lambda: scheduler_number(remote) == 1 and is_connected(keeper))
         # By now, the scheduler of another cluster may have the lost one's address.

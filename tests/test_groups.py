@@ -9,7 +9,7 @@ import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, name_of, rebuild, scheduler_of, until_written
+from clusters import arrived, limits, name_of, rebuild, scheduler_of, until_written
 from distributed import Client, get_worker
 from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
@@ -281,7 +281,7 @@ async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it
         for user in cluster, remote:
             assert user.worker_groups.keys() == {"default", "big"}
             assert user.worker_groups["big"].n_workers == 0
-            assert user.view.limits("big") is None
+            assert limits(user, "big") is None
 
 
 @pytest.mark.parametrize("who", ["keeper", "remote"])

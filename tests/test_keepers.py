@@ -10,16 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import dask
 import pytest
 from clusters import (
     arrived,
-    board_of,
+    change_known_board,
     create_and_kill,
     create_elsewhere,
     cut_off,
+    follows,
+    forget_session,
     id_on_board,
     is_connected,
     launch,
@@ -27,10 +28,14 @@ from clusters import (
     lines_of,
     live,
     make,
+    n_supplied,
     rebuild,
     scheduler_of,
     sessions,
     simulate,
+    spec_of,
+    step_in,
+    stop_managing,
     target,
     until_written,
     waits,
@@ -354,7 +359,7 @@ async def test_a_cluster_that_may_run_already_takes_no_request_before_it_is_conn
 @simulated
 async def test_a_user_who_scales_while_the_keeper_takes_a_request_is_the_last(it):
     async with shared() as keeper, rebuild("shared") as remote:
-        absent, threads = keeper.processes.absent, []
+        threads = []
 
         def scale_meanwhile(group):
             if not threads:
@@ -363,7 +368,7 @@ async def test_a_user_who_scales_while_the_keeper_takes_a_request_is_the_last(it
                 threads[0].join(0.2)  # for ever, if it must wait
             return absent(group)
 
-        keeper.processes.absent = scale_meanwhile
+        absent = step_in(keeper, "looks for absent workers", scale_meanwhile)
         await remote.scale(1)
         await eventually(lambda: threads and not threads[0].is_alive())
         await eventually(lambda: has(keeper, 3) and has(remote, 3))
@@ -446,7 +451,7 @@ class LikeAGroup(CMLCluster):
 async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_names(it):
     async def create():
         async with simulate(LikeAGroup, name="shared", n_workers=1, worker_groups={"gpu": {}}) as creator:
-            creator.worker_spec["large"] = creator.groups.spec("gpu")
+            creator.worker_spec["large"] = spec_of(creator, "gpu")
             await creator
             await eventually(lambda: arrived(creator) == 2)
             created.set()
@@ -476,8 +481,7 @@ async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_n
         assert {*it.platform.live} == before
         sessions = {group: used.sessions for group, used in (await cluster.usage()).items()}
         assert sessions == {"scheduler": 1, "default": 1, "gpu": 1}
-        snapshot = await cluster.demand.snapshot()
-        assert (snapshot.supply("default").sessions, snapshot.supply("gpu").sessions) == (1, 1)
+        assert (await n_supplied(cluster, "default"), await n_supplied(cluster, "gpu")) == (1, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"cpu": 2, "processes": 2}], ids=["one", "processes"])
@@ -505,7 +509,7 @@ async def test_a_worker_that_nobody_wants_or_has_launched_is_retired_before_it_i
         [future] = await client.scatter([bytes(1000)], workers=["shared-1"])
         unknown = cluster.workers.pop("shared-1")
         del cluster.worker_spec["shared-1"]
-        cluster.api.forget(unknown.session_id)
+        forget_session(cluster, unknown.session_id)
         await eventually(lambda: unknown.session_id not in it.platform.live)
         assert await future == bytes(1000)
 
@@ -623,7 +627,7 @@ async def test_a_request_of_a_remote_counts_that_becomes_the_keeper_at_this_mome
             pass
 
     def journal(*arguments):
-        if remote.sharing.view is not None:
+        if follows(remote):
             scaling.start()
             assert begun.wait(60)
         return make_journal(*arguments)
@@ -632,7 +636,7 @@ async def test_a_request_of_a_remote_counts_that_becomes_the_keeper_at_this_mome
     creator = await create_elsewhere(it, name="shared")
     async with rebuild("shared", shutdown_on_close=True) as remote:
         scaling = threading.Thread(target=contextvars.copy_context().run, args=(remote.scale, 2))
-        monkeypatch.setattr(remote.launches, "begin_anew", note_request)
+        step_in(remote, "forgets failures", note_request)
         journals = [journal, make_journal]
         monkeypatch.setattr(sharing_keeper, "Journal", lambda *arguments: journals.pop()(*arguments))
         creator.kill()
@@ -656,13 +660,13 @@ async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it,
 
     known, recorded = {}, asyncio.Event()
     async with shared() as cluster:
-        stop, note = cluster.stop_looking, cluster.sharing.launched
+        stop = cluster.stop_looking
         monkeypatch.setattr(cluster, "stop_looking", stop_looking)
-        monkeypatch.setattr(cluster.sharing, "launched", launched)
+        note = step_in(cluster, "notes a launch", launched)
         with it.platform.held("launch_workers") as answer:
             cluster.scale(1)
             await eventually(lambda: it.platform.under_way)
-            await cluster.sharing._yield(cluster.sharing._keeper)
+            await stop_managing(cluster)
         assert "shared-0" in [launch.key for launch in known.values()]
         await eventually(lambda: cluster.keeps and has(cluster, 1))
 
@@ -687,11 +691,11 @@ async def test_a_session_that_is_launched_while_the_record_is_read_is_no_stray(i
 
 
 @simulated
-async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it, monkeypatch):
+async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it):
     async def lose_the_lease_once():
         await find_sessions()
         if not stops:
-            cluster.sharing.link.board = replace(board_of(cluster), keeper="another")
+            change_known_board(cluster, keeper="another")
 
     async def note_stop(ids):
         stops.append(cluster.keeps)
@@ -700,9 +704,8 @@ async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it, monkeyp
     stops = []
     async with shared(n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        find_sessions, stop = cluster.adoption.find_sessions, cluster.stops.start
-        monkeypatch.setattr(cluster.adoption, "find_sessions", lose_the_lease_once)
-        monkeypatch.setattr(cluster.stops, "start", note_stop)
+        find_sessions = step_in(cluster, "looks for sessions", lose_the_lease_once)
+        stop = step_in(cluster, "stops sessions", note_stop)
         cluster.scale(0)
         await eventually(lambda: {*it.platform.running} == {"shared-scheduler"})
         assert all(stops)
@@ -788,7 +791,7 @@ async def test_a_connected_worker_that_nobody_wants_or_has_recorded_is_stopped(i
         await eventually(lambda: has(cluster, 2))
         unknown = cluster.workers.pop("shared-1")
         del cluster.worker_spec["shared-1"]
-        cluster.api.forget(unknown.session_id)
+        forget_session(cluster, unknown.session_id)
         for file in (state_directory() / "shared" / SESSIONS_FOLDER).glob(f"{unknown.session_id}*"):
             file.unlink()
         await eventually(lambda: unknown.session_id not in it.platform.live)

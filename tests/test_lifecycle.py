@@ -21,7 +21,10 @@ from clusters import (
     arrived,
     create_and_kill,
     create_elsewhere,
+    end_at_exit,
+    end_in_another_process,
     is_connected,
+    is_subscribed,
     lines_of,
     live,
     make,
@@ -29,7 +32,9 @@ from clusters import (
     scheduler_number,
     sign_of,
     simulate,
+    step_in,
     target,
+    unsubscribe,
     until_written,
 )
 from distributed import Client, get_worker
@@ -293,11 +298,11 @@ async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribe
         writes.set()
         await may_write.wait()
 
-    cluster.sharing.written = write
+    step_in(cluster, "waits until all is written", write)
     leaving = asyncio.create_task(cluster.leave())
     await writes.wait()
-    await cluster.connection.unsubscribe()  # as when the connection breaks
-    await eventually(lambda: cluster.connection.is_subscribed)
+    await unsubscribe(cluster)  # as when the connection breaks
+    await eventually(lambda: is_subscribed(cluster))
     assert cluster.status == Status.closing
     with pytest.raises(CMLError, match="cluster left is closing"):
         cluster.scale(1)
@@ -451,7 +456,7 @@ async def test_a_process_that_leaves_waits_as_long_as_data_is_moved(it, monkeypa
         it.platform.doom("silent")
         cluster.scale(1)
         await eventually(lambda: cluster.workers)
-        cluster.ending._data_to_move = data_to_move
+        step_in(cluster, "asks for data to move", data_to_move)
         monkeypatch.setattr(timing, "finish", 2.0)
         words = r"night-0 not stopped \(nothing has changed for 2 s\)"
         with it.platform.held("stop_workers"):
@@ -554,7 +559,7 @@ def test_a_change_that_the_end_of_the_event_loop_has_stopped_is_named_at_exit(pl
 
     cluster = asyncio.run(main())
     with pytest.raises(CMLError, match=r"night-0 not stopped .*`dask cml scale night 0`$"):
-        cluster.ending.end_now(timeout=1)
+        end_at_exit(cluster, timeout=1)
     assert cluster.status == Status.closed
     faults.clear()
     platform.stop_workers(*[session["id"] for session in platform.sessions()])
@@ -572,7 +577,7 @@ async def test_another_process_carries_out_a_change_when_the_interpreter_exits_a
     async with found(1) as cluster:
         with it.platform.held("stop_workers"):
             cluster.scale(0)
-            cluster.ending.end_in_another_process(timeout=1)
+            end_in_another_process(cluster, timeout=1)
         assert programs == [[sys.executable, "-m", "dask", "cml", "scale", "night", "0"]]
         cluster.status = Status.running
         await cluster.shutdown()
@@ -760,8 +765,8 @@ async def test_the_record_is_complete_before_the_scheduler_ends(it, monkeypatch)
         await write(processes)
 
     async with simulate(name="lab") as cluster:
-        ask, write, done = cluster.ask, cluster.sharing._keeper.journal.write, []
+        ask, done = cluster.ask, []
         await cluster.stop_looking()
         monkeypatch.setattr(cluster, "ask", note_end)
-        monkeypatch.setattr(cluster.sharing._keeper.journal, "write", note_write)
+        write = step_in(cluster, "writes the record", note_write)
     assert done == ["record", "terminate"]

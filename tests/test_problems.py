@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from clusters import cut_off, simulate
+from clusters import cut_off, simulate, step_in, step_out
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
@@ -15,38 +15,24 @@ from dask_cml.observers import Observers
 pytestmark = pytest.mark.usefixtures("light")
 
 
-def looking_for_losses(cluster):
-    return cluster.losses, "find"
-
-
-def taking_the_board(cluster):
-    return cluster.sharing, "_take_board"
-
-
-def checking_the_scheduler(cluster):
-    return cluster.sharing.failover, "check"
-
-
-@pytest.mark.parametrize(
-    "part", [looking_for_losses, taking_the_board, checking_the_scheduler], ids=lambda part: part.__name__
-)
+@pytest.mark.parametrize("moment", ["looks for losses", "takes the board", "checks the scheduler"])
 @simulated
-async def test_a_programming_error_is_logged_once_and_is_a_problem_until_it_passes(it, part, caplog):
+async def test_a_programming_error_is_logged_once_and_is_a_problem_until_it_passes(it, moment, caplog):
     async with simulate(n_workers=1) as cluster:
-        calls, (owner, name) = [], part(cluster)
+        calls = []
 
         async def fail(*_, **__):
             calls.append(1)
             raise AttributeError("no such part")
 
-        setattr(owner, name, fail)
+        step_in(cluster, moment, fail)
         with contextlib.ExitStack() as stack:
-            if part is checking_the_scheduler:
+            if moment == "checks the scheduler":
                 stack.callback(cut_off(cluster))
             await eventually(lambda: len(calls) > 3)
             assert "AttributeError('no such part')" in cluster.problem
             assert "AttributeError('no such part')" in repr(cluster)
-        delattr(owner, name)
+        step_out(cluster, moment)
         await eventually(lambda: cluster.problem is None)
     assert output.flush(60)
     logged = [record for record in caplog.records if "no such part" in (record.exc_text or "")]

@@ -8,12 +8,17 @@ from contextlib import AsyncExitStack
 import pytest
 from clusters import (
     arrived,
+    ask_at,
+    asked_address,
     board_of,
     create_elsewhere,
     id_on_board,
     rebuild,
     scheduler_number,
+    set_on_board,
     simulate,
+    step_in,
+    step_out,
     target,
 )
 from distributed.scheduler import WorkerState
@@ -32,13 +37,13 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
         cluster = await stack.enter_async_context(simulate(name="mine", n_workers=1))
         remote = await stack.enter_async_context(rebuild(cluster.options.name))
         await eventually(lambda: arrived(remote) == 1)
-        may_follow, check = asyncio.Event(), remote.sharing.failover.check
+        may_follow = asyncio.Event()
 
         async def check_later(record):
             await may_follow.wait()
             await check(record)
 
-        remote.sharing.failover.check = check_later
+        check = step_in(remote, "checks the scheduler", check_later)
         [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
         it.platform.evict(scheduler.id)
         await eventually(lambda: scheduler_number(cluster) == 1 and arrived(cluster) == 1)
@@ -52,8 +57,6 @@ async def test_a_remote_that_has_waited_for_workers_shows_them_although_an_older
     async with simulate(name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
         await eventually(lambda: arrived(remote) == 1)
         asked, waited, counts = asyncio.Event(), asyncio.Event(), []
-        ask, follower = remote.sharing.link.ask, remote.sharing._follower
-        take = follower.take
 
         async def answer_late(op, *args, **kwargs):
             answer = await ask(op, *args, **kwargs)
@@ -66,7 +69,8 @@ async def test_a_remote_that_has_waited_for_workers_shows_them_although_an_older
             await take(board)
             counts.append(len(remote.scheduler_info["workers"]))
 
-        remote.sharing.link.ask, follower.take = answer_late, take_and_count
+        ask = step_in(remote, "asks the scheduler", answer_late)
+        take = step_in(remote, "follows the board", take_and_count)
         await cluster.scale(2)
         await eventually(asked.is_set)
         await cluster.scale(3)
@@ -144,19 +148,18 @@ async def test_an_odd_url_of_a_session_is_named_once_and_keeps_no_report_from_th
 @simulated
 async def test_a_late_answer_of_a_lost_scheduler_does_not_hide_the_board_of_the_next(it):
     async with simulate(name="mine") as cluster, rebuild("mine") as remote:
-        talks_to, ask = remote.sharing.link, remote.sharing.link.ask
 
         async def ask_while_another_is_joined(*arguments, **options):
             answer = await ask(*arguments, **options)
-            talks_to.address = "tcp://127.0.0.1:1"
+            ask_at(remote, "tcp://127.0.0.1:1")
             return {**answer, "revision": 1_000}
 
-        talks_to.ask = ask_while_another_is_joined
+        ask = step_in(remote, "asks the scheduler", ask_while_another_is_joined)
         with pytest.raises(CMLError, match="is replaced"):
-            await talks_to.set(orphan_timeout=None)
-        assert talks_to.board.revision < 1_000
-        talks_to.address = cluster.sharing.link.address
-        del talks_to.ask
+            await set_on_board(remote, orphan_timeout=None)
+        assert board_of(remote).revision < 1_000
+        ask_at(remote, asked_address(cluster))
+        step_out(remote, "asks the scheduler")
 
 
 @simulated

@@ -20,12 +20,7 @@ import psutil
 import pytest
 import tornado
 from click.testing import CliRunner
-from clusters import (
-    create_elsewhere,
-    log_of,
-    sessions,
-    write_record,
-)
+from clusters import create_elsewhere, log_of, outlive_this_process, sessions, write_record
 from conftest import PATIENCE, configured
 from distributed import Client
 from ports import free_port
@@ -626,7 +621,7 @@ async def test_the_page_keeps_a_cluster_that_is_to_outlive_its_creator_only_late
     creator = await create_elsewhere(it, name="day", security=True)
     await server.until("day", running)
     [cluster] = creator.clusters
-    await creator.start(cluster.ending.outlive_this_process())
+    await creator.start(outlive_this_process(cluster))
     await creator.start(cluster.leave())
     try:
         await eventually(lambda: keeps(server.clusters.find("day").cluster), 60.0)

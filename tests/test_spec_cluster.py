@@ -36,6 +36,7 @@ from clusters import (
     scheduler_number,
     scheduler_of,
     simulate,
+    spec_of,
     target,
 )
 from distributed import Client, SpecCluster
@@ -198,7 +199,7 @@ async def create_with_specs_by_hand(it, env):
     async def create():
         async with simulate(name="mine", n_workers=1, worker_groups={"gpu": {"memory": 4}}) as cluster:
             add(cluster, "large", memory=8)
-            cluster.worker_spec["huge"] = cluster.groups.spec("gpu")
+            cluster.worker_spec["huge"] = spec_of(cluster, "gpu")
             cluster.worker_spec["huge"]["options"]["memory"] = "16 GiB"
             await cluster
             await eventually(lambda: sizes(cluster) == [2, 8, 16])

@@ -8,10 +8,22 @@ import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import arrived, board_of, create_elsewhere, log_of, make, rebuild, simulate, target
+from clusters import (
+    arrived,
+    board_of,
+    create_elsewhere,
+    log_of,
+    make,
+    rebuild,
+    simulate,
+    step_in,
+    take_board,
+    target,
+)
 from distributed import Client, Worker
 from distributed.core import Status
 from simulated import running
@@ -66,10 +78,9 @@ async def test_scale_ends_adapting_that_is_under_way(it):
 
 
 @simulated
-async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(it, monkeypatch):
+async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(it):
     """A user scales in a thread, just when the keeper has found that nobody has."""
     async with simulate() as cluster:
-        processes, absent = cluster.processes, cluster.processes.absent
 
         def absent_while_a_user_scales(group):
             if not threads:
@@ -79,9 +90,9 @@ async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(
             return absent(group)
 
         threads = []
-        monkeypatch.setattr(processes, "absent", absent_while_a_user_scales)
+        absent = step_in(cluster, "looks for absent workers", absent_while_a_user_scales)
         older = {"default": dataclasses.replace(board_of(cluster).groups["default"], target=3, request=7)}
-        await cluster.sharing._keeper.take(dataclasses.replace(board_of(cluster), groups=older))
+        await take_board(cluster, groups=older)
         await asyncio.to_thread(threads[0].join)
         assert target(cluster) == 1
 
@@ -408,8 +419,7 @@ async def test_a_look_that_fails_anywhere_is_followed_by_the_next(it, monkeypatc
         assert "cannot manage" not in cluster.problem
 
 
-@simulated
-async def test_a_user_scales_while_the_keeper_asks_for_a_groups_pause(it):
+def test_a_user_scales_while_the_keeper_asks_for_a_groups_pause():
     """Between the question whether the group has failures, and these."""
 
     class Racing(dict):
@@ -423,14 +433,16 @@ async def test_a_user_scales_while_the_keeper_asks_for_a_groups_pause(it):
             self.pop(group, None)
             return found
 
-    async with simulate(name="mine", n_workers=1) as cluster:
-        cluster.launches.backoff()
-        cluster.launches._backoffs = Racing(cluster.launches._backoffs)
-        assert cluster.launches.pause == float("inf")
+    names = SimpleNamespace(names=["default"])
+    cluster = SimpleNamespace(groups=names, options=SimpleNamespace(name="mine"), tell=print)
+    launches = Launches(cluster, SimpleNamespace())
+    launches.backoff()
+    launches._backoffs = Racing(launches._backoffs)
+    assert launches.pause == float("inf")
 
 
 @simulated
-async def test_a_refusal_does_not_undo_a_later_scale_of_a_thread(it, monkeypatch):
+async def test_a_refusal_does_not_undo_a_later_scale_of_a_thread(it):
     def adapts_while_a_user_scales(group):
         found = adapts(group)
         if found and sys._getframe(1).f_code.co_name == "_count" and not threads:
@@ -442,8 +454,7 @@ async def test_a_refusal_does_not_undo_a_later_scale_of_a_thread(it, monkeypatch
     threads = []
     it.platform.configure({"sessions": 2})
     async with simulate(name="mine") as cluster:
-        adapts = cluster.groups.adapts
-        monkeypatch.setattr(cluster.groups, "adapts", adapts_while_a_user_scales)
+        adapts = step_in(cluster, "asks whether a group adapts", adapts_while_a_user_scales)
         cluster.adapt(minimum=4, maximum=4, interval="1s")
         await eventually(lambda: threads)
         await asyncio.to_thread(threads[0].join)

@@ -160,9 +160,9 @@ async def test_it_does_not_hold_for_the_base_class(it, scenario):
     apis = []
 
     def make(**options):
-        cluster = PlainCluster(it.platform, **options)
-        apis.append(cluster.api)
-        return cluster
+        plain = PlainCluster(it.platform, **options)
+        apis.append(plain.api)
+        return plain
 
     held = True
     try:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import click
-from clusters import found_by_dask_ctl
+from clusters import found_by_dask_ctl, until_written
 from distributed import Client, KilledWorker
 from distributed.core import Status
 from simulated.faults import UnexpectedError
@@ -121,7 +121,7 @@ class User(Actor):
     def adapt(self, cluster: CMLCluster, minimum: int, maximum: int, group: str) -> None:
         limits = {"minimum": minimum, "maximum": maximum, "worker_group": group}
         self.ask(cluster.adapt, **limits, **_ADAPT)
-        self.start(self._later(cluster.sharing.written))
+        self.start(self._later(until_written, cluster))
 
     def add_group(self, cluster: CMLCluster, name: str, n: int) -> None:
         self.start(self._later(cluster.add_worker_group, name, n_workers=n))

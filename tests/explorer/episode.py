@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from clusters import is_keeper
+from clusters import is_keeper, lines_of
 from distributed.core import Status
 from simulated.faults import CALM, Weather
 from simulated.process import SimulatedProcess
@@ -622,7 +622,7 @@ class Episode:
     def _told(self, keepers: Iterable[User]) -> list[str]:
         """Return what clusters have told their users."""
         clusters = [keeper.cluster for keeper in keepers if keeper.cluster is not None]
-        return [line for cluster in clusters for _, line in cluster._cluster_manager_logs]
+        return [line for cluster in clusters for line in lines_of(cluster)]
 
     # -- nobody comes back
 
