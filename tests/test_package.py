@@ -208,3 +208,12 @@ def test_what_is_required_is_a_release_without_known_holes():
     requirements = required("dependencies", "jupyter")
     holes = {"cryptography": "42.0.3", "jupyter-server-proxy": "4.1.2"}
     assert [name for name, version in holes.items() if version in requirements[name].specifier] == []
+
+
+def test_the_tests_that_ci_runs_on_other_releases_exist():
+    missing = []
+    for path, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", (ROOT / ".ci/run").read_text()):
+        file = ROOT / path
+        if not file.exists() or (test and f"def {test}(" not in file.read_text()):
+            missing.append(f"{path}::{test}")
+    assert missing == []
