@@ -38,13 +38,13 @@ from dask_cml.core.adoption import Adoption
 from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import end_at_exit
 from dask_cml.core.connection import Connection
-from dask_cml.core.demand import Demand
 from dask_cml.core.ending import Ending
 from dask_cml.core.groups import Groups
 from dask_cml.core.launches import Launches
 from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages
 from dask_cml.core.own_log import write_own_log
+from dask_cml.core.policy import Demand
 from dask_cml.core.processes import Processes, connected_names
 from dask_cml.core.retirement import Retirements, drop
 from dask_cml.core.start import Start, check_worker_class, class_of, scheduler_spec
@@ -342,7 +342,6 @@ class CMLCluster(SpecCluster):
             self.stops,
             self._own_view,
             self.adoption,
-            self.demand,
         )
         self.starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.

@@ -24,7 +24,6 @@ from dask_cml.cancellation import cancel, within
 from dask_cml.core.adoption import Adoption
 from dask_cml.core.alone import How
 from dask_cml.core.at_exit import no_longer_end_at_exit
-from dask_cml.core.demand import Demand
 from dask_cml.core.interface import Cluster
 from dask_cml.core.launches import Launches
 from dask_cml.core.own_log import write_own_log
@@ -53,7 +52,7 @@ class Ending:
     ----------
     cluster : Cluster
         The cluster.
-    processes, launches, retirements, stops, view, adoption, demand
+    processes, launches, retirements, stops, view, adoption
         Its parts.
 
     Attributes
@@ -73,7 +72,6 @@ class Ending:
         stops: Stops,
         view: View,
         adoption: Adoption,
-        demand: Demand,
     ) -> None:
         self.how: How | None = None
         self.finishes = False
@@ -81,7 +79,7 @@ class Ending:
         self._pid = os.getpid()
         self._cluster, self._processes, self._launches = cluster, processes, launches
         self._retirements, self._stops, self._view = retirements, stops, view
-        self._adoption, self._demand = adoption, demand
+        self._adoption = adoption
         self._task: asyncio.Task[None] | None = None
         #: What waits for a file system that hangs.
         self._writing: set[asyncio.Future[None]] = set()
@@ -196,7 +194,6 @@ class Ending:
         self._adoption.take_connected()  # other processes are to find the sessions of the workers
         await self._retirements.close()
         await self._stops.close()
-        await cancel(self._demand.question)
 
     def _forget_sessions(self) -> None:
         """Leave the sessions to other processes. Sessions that no other process can find are stopped."""

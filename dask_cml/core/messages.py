@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dask_cml.advice import Scale, ShutDown
-from dask_cml.core.demand import Demand
 from dask_cml.core.interface import Cluster
-from dask_cml.core.policy import Unrunnable, unrunnable
+from dask_cml.core.policy import Demand, Unrunnable, unrunnable
 from dask_cml.core.processes import Processes
 from dask_cml.output import Logger
 from dask_cml.timing import timing

@@ -13,7 +13,7 @@ from itertools import islice
 import dask.config
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
-from dask_cml.core.work import slots
+from dask_cml.core.policy import slots
 from dask_cml.scheduler.demand import Needs, duration_of, needs_of, restriction_of
 from dask_cml.scheduler.full import is_full
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
-from dask_cml.core.work import Work
+from dask_cml.core.policy import Work
 from dask_cml.naming import session_of
 from dask_cml.scheduler.full import is_full
 
