@@ -486,11 +486,6 @@ def end_at_exit(cluster: CMLCluster, timeout: float) -> None:
     cluster.ending.end_now(timeout=timeout)
 
 
-def end_in_another_process(cluster: CMLCluster, timeout: float) -> None:
-    """End a cluster as when the interpreter exits and starts no threads."""
-    cluster.ending.end_in_another_process(timeout=timeout)
-
-
 async def outlive_this_process(cluster: CMLCluster) -> None:
     """Let a cluster run on when this process exits."""
     await cluster.ending.outlive_this_process()

@@ -22,7 +22,6 @@ from clusters import (
     create_and_kill,
     create_elsewhere,
     end_at_exit,
-    end_in_another_process,
     is_connected,
     is_subscribed,
     lines_of,
@@ -563,24 +562,6 @@ def test_a_change_that_the_end_of_the_event_loop_has_stopped_is_named_at_exit(pl
     assert cluster.status == Status.closed
     faults.clear()
     platform.stop_workers(*[session["id"] for session in platform.sessions()])
-
-
-@simulated
-async def test_another_process_carries_out_a_change_when_the_interpreter_exits_and_starts_no_threads(
-    it, monkeypatch
-):
-    def run(program, **_):
-        programs.append(program)
-
-    programs = []
-    monkeypatch.setattr(subprocess, "run", run)
-    async with found(1) as cluster:
-        with it.platform.held("stop_workers"):
-            cluster.scale(0)
-            end_in_another_process(cluster, timeout=1)
-        assert programs == [[sys.executable, "-m", "dask", "cml", "scale", "night", "0"]]
-        cluster.status = Status.running
-        await cluster.shutdown()
 
 
 @pytest.mark.slow

@@ -145,14 +145,9 @@ def _end_all() -> None:
 
 def _end_clusters() -> None:
     with _ending:
-        threads = []
-        for cluster in unclosed():
-            thread = threading.Thread(target=_end, args=(cluster,), daemon=True)
-            try:
-                thread.start()
-                threads.append(thread)
-            except RuntimeError:  # Python 3.12.0 and 3.12.1 start no threads when they exit
-                _end(cluster, elsewhere=True)
+        threads = [threading.Thread(target=_end, args=(cluster,), daemon=True) for cluster in unclosed()]
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join()
         output.flush()
@@ -165,13 +160,10 @@ def _uncaught_error() -> BaseException | None:
     return getattr(sys, "last_value", None)
 
 
-def _end(cluster: Any, elsewhere: bool = False) -> None:
+def _end(cluster: Any) -> None:
     try:
         cluster.ending.note_exit(_uncaught_error())
-        if elsewhere:
-            cluster.ending.end_in_another_process(_TIMEOUT)
-        else:
-            cluster.ending.end_now(_TIMEOUT)
+        cluster.ending.end_now(_TIMEOUT)
     except Exception as error:  # of the platform's library, for example: the others are shut down, too
         logger.error("%s", error, exc_info=None if isinstance(error, (CMLError, OSError)) else error)
     _clusters.pop(cluster, None)

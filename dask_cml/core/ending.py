@@ -8,7 +8,6 @@ import inspect
 import math
 import os
 import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -425,38 +424,6 @@ class Ending:
             self._end_without_loop(self.usual_how)
         finally:
             self._cluster.status = Status.closed
-
-    def end_in_another_process(self, timeout: float) -> None:
-        """Close when the interpreter exits and starts no threads, as the platform does. Blocks.
-
-        Parameters
-        ----------
-        timeout : float
-            Maximum time to wait for the process, in seconds.
-
-        Raises
-        ------
-        OSError, subprocess.SubprocessError
-            If the process does not start, or does not end in time.
-        """
-        folder, status = self._cluster.sharing.folder, self._cluster.status
-        commands = [["delete", self._name, "--reason", self._cluster.end_reason]]
-        if not self._cluster.shutdown_on_close:
-            groups = [] if self.not_done is None else self._unfinished_groups
-            commands = [
-                self._scale_command(group) for group in groups if not self._cluster.view.limits(group)
-            ]
-        self._cluster.status = Status.closed
-        if self._cluster.starting is not None and self._cluster.starting.get_loop().is_running():
-            loop = self._cluster.starting.get_loop()
-            asyncio.run_coroutine_threadsafe(cancel(*self._cluster.sharing.tasks), loop)
-            asyncio.run_coroutine_threadsafe(self._cluster.stop_looking(), loop)
-        if folder is None or status == Status.closed:
-            return
-        environment = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(folder.parent)}
-        for command in commands:
-            program = [sys.executable, "-m", "dask", "cml", *command]
-            subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, timeout=timeout)
 
     def _end_without_loop(self, how: How) -> None:
         """End as :meth:`end` does when the event loop has ended, as after asyncio.run. Blocks."""
