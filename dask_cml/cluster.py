@@ -59,7 +59,7 @@ from dask_cml.errors import (
 )
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import Options, SessionSize, state_directory
-from dask_cml.options.arguments import arguments_of, keeps_options, refuse_unexpected, takes_options
+from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attribute, takes_options
 from dask_cml.options.limits import adaptive_bounds, check_new, check_room
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import Logger
@@ -115,7 +115,6 @@ class WorkerGroup:
     resources: dict[str, float]
 
 
-@keeps_options
 class CMLCluster(SpecCluster):
     """A Dask cluster on CML worker sessions.
 
@@ -232,6 +231,7 @@ class CMLCluster(SpecCluster):
     takes_lease = True
     #: Whether this process keeps the cluster from its scheduler's session, with which it ends.
     is_resident = False
+    __setattr__ = set_attribute
 
     @checks_arguments
     @takes_options(ARGUMENTS)

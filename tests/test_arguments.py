@@ -35,26 +35,6 @@ def test_an_argument_of_other_cluster_managers_leads_to_the_one_of_a_cluster(nam
     assert message.startswith(start + expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "advice"),
-    [
-        (
-            "memory",
-            16,
-            "call cluster.add_worker_group('other', n_workers=2, memory=16) and then cluster.scale(0)",
-        ),
-        ("env", {"KEY": "secret"}, "call cluster.add_worker_group('other', n_workers=2, env=...) and then"),
-        ("n_workers", 4, "call cluster.scale(n)"),
-    ],
-)
-@simulated
-async def test_an_option_that_is_set_as_an_attribute_is_refused_with_advice(it, name, value, advice):
-    async with simulate(name="lab") as cluster:
-        with pytest.raises(AttributeError) as refused:
-            setattr(cluster, name, value)
-    assert str(refused.value).startswith(f"cannot set {name} of cluster lab: {advice}")
-
-
 @simulated
 async def test_a_subclass_may_have_attributes_of_these_names(it):
     class Mine(CMLCluster):

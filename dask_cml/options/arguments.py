@@ -12,7 +12,6 @@ from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_C = TypeVar("_C", bound=type)
 
 #: What other cluster managers call the limits of adaptive scaling.
 _MINIMUM = ("minimum_jobs", "minimum_workers", "min_workers", "n_min")
@@ -122,22 +121,13 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
             raise TypeError(unexpected_argument(called, name, known))
 
 
-def keeps_options(cls: _C) -> _C:
-    """Let a class refuse to set options as attributes, which would change no session of a running cluster."""
-    set_attribute: Any = cls.__setattr__
-
-    def check(self: Any, name: str, value: Any) -> None:
-        # A subclass of a user may have attributes of these names.
-        is_ours = type(self).__module__.partition(".")[0] == __package__.partition(".")[0]
-        if is_ours and name in GROUP_OPTIONS and hasattr(self, "status") and not hasattr(self, name):
-            shown = "..." if ARGUMENTS[name].is_secret else repr(value)
-            add = f"cluster.add_worker_group('other', n_workers=2, {name}={shown})"
-            advice = "cluster.scale(n)" if name == "n_workers" else f"{add} and then cluster.scale(0)"
-            raise AttributeError(f"cannot set {name} of cluster {self.options.name}: call {advice}")
-        set_attribute(self, name, value)
-
-    cls.__setattr__ = check  # type: ignore[method-assign, assignment]
-    return cls
+def set_attribute(cluster: Any, name: str, value: Any) -> None:
+    """Set an attribute of a cluster, but no option: this would change no session of a running cluster."""
+    # A subclass of a user may have attributes of these names.
+    is_ours = type(cluster).__module__ == "dask_cml.cluster"
+    if is_ours and name in GROUP_OPTIONS and hasattr(cluster, "status") and not hasattr(cluster, name):
+        raise AttributeError(f"cannot set {name} of a running cluster: add a worker group with another one")
+    object.__setattr__(cluster, name, value)
 
 
 def arguments_of(cls: type) -> set[str]:
