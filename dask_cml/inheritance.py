@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
-import dask.config
+from dask_cml.layout import PROGRAM_FOLDER
 
-from dask_cml.layout import PROGRAM_FOLDER, TAKEN_OUT
+
+def program_folder() -> str | None:
+    """Return the folder in which this process's program finds its modules.
+
+    That is the folder of a script. Notebooks, consoles and ``python -m`` look in the current folder. Return
+    None for programs that pip has installed.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if file is None or getattr(main, "__spec__", None) is not None:
+        try:
+            return os.getcwd()
+        except FileNotFoundError:  # it has been removed
+            return None
+    return os.path.dirname(os.path.abspath(file)) if file.endswith(".py") else None
 
 
 def find_modules() -> None:
@@ -19,17 +32,3 @@ def find_modules() -> None:
     folder = os.environ.get(PROGRAM_FOLDER)
     if folder and sys.path[0] != folder:
         sys.path.insert(0, folder)
-
-
-def take_out() -> None:
-    """Remove the entries of mappings that :func:`dask_cml.options.configuration.inherited` names.
-
-    Dask adds those of its defaults and files to what a session inherits. A session's own environment
-    variables set an entry nevertheless.
-    """
-    own = dask.config.collect_env()
-    for key, names in json.loads(os.environ.get(TAKEN_OUT) or "{}").items():
-        kept = dask.config.get(key, {}, config=own) or {}
-        entries = dask.config.get(key, {}) or {}
-        left = {name: value for name, value in entries.items() if name not in names or name in kept}
-        dask.config.set({key: left})

@@ -28,8 +28,6 @@ HOSTS = "DASK_CML_DASHBOARD_HOSTS"
 DASHBOARD_PORT = "DASK_CML_DASHBOARD_PORT"
 #: The environment variable with the folder of the program that created the cluster, where its modules are.
 PROGRAM_FOLDER = "DASK_CML_PROGRAM_FOLDER"
-#: The environment variable with what the cluster's creator took out of the mappings of Dask's configuration.
-TAKEN_OUT = "DASK_CML_TAKEN_OUT"
 #: The environment variable with those of a user, as JSON, whose values contain ``$NAME`` or ``~``.
 EXPANDED = "DASK_CML_EXPANDED"
 #: The environment variables with the name and the worker group of a session, which its Dask workers repeat.

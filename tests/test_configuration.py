@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import dask.config
-import distributed
 import pytest
-import yaml
 from clusters import make, rebuild
-from distributed import Client
 
 from dask_cml import CMLCluster
-from dask_cml.inheritance import take_out
-from dask_cml.layout import TAKEN_OUT
 from dask_cml.options import Options, state_directory
-from dask_cml.options.configuration import MAPPINGS, inherited, setting
+from dask_cml.options.configuration import inherited, setting
 
 
 @pytest.fixture
@@ -266,95 +258,13 @@ def test_sessions_inherit_the_sections_that_the_user_names():
         assert inherited_configuration() == {"mine": {"stores": [{"name": "a"}]}, "my_own": 1}
 
 
-ENVIRON = "distributed.nanny.pre-spawn-environ"
-
-
-def test_sessions_do_not_get_back_what_a_user_takes_out_of_a_mapping(monkeypatch):
-    defaults = dask.config.get(ENVIRON)
-    with dask.config.set({ENVIRON: {"OMP_NUM_THREADS": 4, "MINE": "1"}}):
-        taken_out = json.loads(inherited(state_directory())[TAKEN_OUT])
-    assert taken_out == {ENVIRON: [name for name in defaults if name != "OMP_NUM_THREADS"]}
-    with dask.config.set({ENVIRON: {}}):
-        assert json.loads(inherited(state_directory())[TAKEN_OUT]) == {ENVIRON: [*defaults]}
-    monkeypatch.setenv(TAKEN_OUT, json.dumps(taken_out))
-    with dask.config.set({ENVIRON: defaults}):  # as Dask sets it in a session
-        take_out()
-        assert dask.config.get(ENVIRON) == {"OMP_NUM_THREADS": 1}
-
-
-def test_a_mapping_that_a_file_leaves_empty_takes_nothing_out(monkeypatch, tmp_path):
-    (tmp_path / "dask.yaml").write_text("distributed: {worker: {resources: }}")
-    monkeypatch.setattr(dask.config, "paths", [str(tmp_path)])
-    with dask.config.set({"distributed.worker.resources": {"A": 1}}):
-        assert TAKEN_OUT not in inherited(state_directory())
-    monkeypatch.setenv(TAKEN_OUT, json.dumps({"distributed.worker.resources": ["A"]}))
-    with dask.config.set({"distributed.worker.resources": None}):
-        take_out()
-        assert dask.config.get("distributed.worker.resources") == {}
-
-
-def test_a_variable_of_a_session_sets_again_what_was_taken_out(monkeypatch):
-    monkeypatch.setenv(TAKEN_OUT, json.dumps({ENVIRON: ["MKL_NUM_THREADS", "OMP_NUM_THREADS"]}))
-    monkeypatch.setenv("DASK_DISTRIBUTED__NANNY__PRE_SPAWN_ENVIRON", "{'OMP_NUM_THREADS': 2}")
-    with dask.config.set({ENVIRON: {"MKL_NUM_THREADS": 1, "OMP_NUM_THREADS": 2}}):
-        take_out()
-        assert dask.config.get(ENVIRON) == {"OMP_NUM_THREADS": 2}
-
-
-def test_a_section_that_is_set_as_a_whole_takes_out_no_options():
-    with dask.config.set({"distributed.nanny": {"preload": ["mine"]}}):
-        assert TAKEN_OUT not in inherited(state_directory())
-
-
 def test_sessions_do_not_get_back_what_a_file_sets(configured):
-    configured("distributed:\n  nanny:\n    environ: {A: 1, B: 2}\n  scheduler:\n    allowed-failures: 9\n")
+    configured("distributed:\n  scheduler:\n    allowed-failures: 9\n")
     default = dask.config.merge(*reversed(dask.config.defaults))["distributed"]["scheduler"][
         "allowed-failures"
     ]
-    with dask.config.set(
-        {"distributed.nanny.environ": {"B": 2}, "distributed.scheduler.allowed-failures": default}
-    ):
-        assert json.loads(inherited(state_directory())[TAKEN_OUT]) == {"distributed.nanny.environ": ["A"]}
-        assert inherited_configuration()["distributed"] == {
-            "nanny": {"environ": {"B": 2}},
-            "scheduler": {"allowed-failures": default},
-        }
-
-
-def test_the_mappings_are_those_of_dasks_schemas():
-    def mappings(schema, path=""):
-        for name, about in schema.get("properties", {}).items():
-            if about.get("type") == "object" and not about.get("properties"):
-                yield f"{path}{name}"
-            yield from mappings(about, f"{path}{name}.")
-
-    folders = Path(dask.__file__).parent, Path(distributed.__file__).parent
-    schemas = [
-        yaml.safe_load(path.read_text()) for folder in folders for path in folder.glob("*-schema.yaml")
-    ]
-    assert len(schemas) == 2
-    found = {key for schema in schemas for key in mappings(schema)}
-    assert found <= {*MAPPINGS}
-
-
-@pytest.mark.slow
-@pytest.mark.images
-async def test_a_shortened_mapping_is_short_in_every_process_of_a_cluster(platform):
-    def has():  # within this function, because sessions cannot import this module
-        import os
-
-        mappings = "nanny.pre-spawn-environ", "scheduler.default-task-durations"
-        names = [[*dask.config.get(f"distributed.{mapping}")] for mapping in mappings]
-        return names, "OMP_NUM_THREADS" in os.environ
-
-    ours = {ENVIRON: {"MINE": "1"}, "distributed.scheduler.default-task-durations": {}}
-    with dask.config.set(ours):
-        cluster = make(n_workers=1)
-    async with cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
-        assert (await client.run_on_scheduler(has))[0] == [["MINE"], []]
-        for nanny in False, True:
-            assert [*(await client.run(has, nanny=nanny)).values()] == [([["MINE"], []], False)]
+    with dask.config.set({"distributed.scheduler.allowed-failures": default}):
+        assert inherited_configuration()["distributed"] == {"scheduler": {"allowed-failures": default}}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Mine(Worker):
 def add_one(x):
     return x + 1
 """
-TELL = "from dask_cml.sessions import here; print(here.program_folder())"
+TELL = "from dask_cml import inheritance; print(inheritance.program_folder())"
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.checks import gibibytes, integer, memory_reserve, message, positive
+from dask_cml.inheritance import program_folder
 from dask_cml.layout import PROGRAM_FOLDER
 from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
 from dask_cml.options.option import Argument
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, MOST_SESSIONS, OPTIONS
-from dask_cml.sessions.here import program_folder
 
 if TYPE_CHECKING:
     from distributed.security import Security

@@ -13,7 +13,6 @@ from typing import Any
 import dask.config
 
 from dask_cml.checks import nearest, of_type
-from dask_cml.layout import TAKEN_OUT
 from dask_cml.options.table import OPTIONS
 from dask_cml.output import get_logger
 
@@ -29,16 +28,7 @@ _MOST_LEVELS = 20
 _SECTIONS = frozenset([*dask.config.defaults[0], "distributed", "logging"])
 #: Variables that set one entry of a mapping whose names have a case, which Dask does not keep.
 _ENTRY = re.compile(r"(DASK_CML__(?:WORKER_GROUPS__.+?__)?(?:ENV|RESOURCES))__(.+)")
-#: The options of Dask whose values are mappings of any names, not sections with options.
-MAPPINGS = (
-    "distributed.comm.ucx.environment",  # of earlier releases
-    "distributed.nanny.environ",
-    "distributed.nanny.pre-spawn-environ",
-    "distributed.scheduler.dashboard.bokeh-application",
-    "distributed.scheduler.default-task-durations",
-    "distributed.worker.resources",
-)
-#: Keys in them that are for this process only. The keys of its connections are files with secrets.
+#: Keys that are for this process only. The keys of its connections are files with secrets.
 _OWN = re.compile(
     r"distributed\.(client\.security-loader|comm\.(require-encryption|tls)|dashboard\.link)(\.|$)"
 )
@@ -147,8 +137,6 @@ def inherited(state_directory: Path) -> dict[str, str]:
     defaults = dask.config.merge(*reversed(dask.config.defaults))
     read = dask.config.merge(defaults, *dask.config.collect_yaml(dask.config.paths))
     changed = dask.config.merge(_changed(dask.config.config, defaults), _changed(dask.config.config, read))
-    if taken_out := _taken_out(read):
-        variables[TAKEN_OUT] = json.dumps(taken_out)
     text = dask.config.serialize(changed) if changed else ""
     if len(text) > _MOST_BYTES:
         logger.warning(
@@ -186,17 +174,6 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str =
         elif _json(value) not in (None, _json(default)):
             changed[name] = value
     return changed
-
-
-def _taken_out(read: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the entries of mappings that this process does not have, and that a session would read."""
-    taken_out: dict[str, list[str]] = {}
-    for key in MAPPINGS:
-        kept = dask.config.get(key, None)
-        if isinstance(kept, dict):  # else the section has been replaced, for options of others
-            names = dask.config.get(key, {}, config=read) or {}
-            taken_out[key] = [name for name in names if dask.config.canonical_name(name, kept) not in kept]
-    return {key: names for key, names in taken_out.items() if names}
 
 
 def _is_shared(key: str) -> bool:

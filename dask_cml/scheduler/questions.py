@@ -20,7 +20,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, within
 from dask_cml.handshake import limit_handshakes
-from dask_cml.inheritance import find_modules, take_out
+from dask_cml.inheritance import find_modules
 from dask_cml.layout import CLUSTER
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler import dashboard
@@ -35,8 +35,6 @@ from dask_cml.timing import timing
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
-
-take_out()  # at the import, before the scheduler reads its configuration
 
 
 class WorkerQuestions(SchedulerPlugin):

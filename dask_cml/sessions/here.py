@@ -10,7 +10,6 @@ import getpass
 import importlib
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -116,22 +115,6 @@ def this_owner() -> str | None:
     session.
     """
     return os.environ.get("CDSW_MASTER_ID") or this_session()
-
-
-def program_folder() -> str | None:
-    """Return the folder in which this process's program finds its modules.
-
-    That is the folder of a script. Notebooks, consoles and ``python -m`` look in the current folder. Return
-    None for programs that pip has installed.
-    """
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
-    if file is None or getattr(main, "__spec__", None) is not None:
-        try:
-            return os.getcwd()
-        except FileNotFoundError:  # it has been removed
-            return None
-    return os.path.dirname(os.path.abspath(file)) if file.endswith(".py") else None
 
 
 def lifetime(name: str, idle_timeout: float | None) -> str:

@@ -29,7 +29,7 @@ from distributed.worker import Worker
 
 from dask_cml import compat
 from dask_cml.handshake import limit_handshakes
-from dask_cml.inheritance import find_modules, take_out
+from dask_cml.inheritance import find_modules
 from dask_cml.layout import FOUND_GPUS, NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
 from dask_cml.worker import gpus
@@ -46,8 +46,6 @@ _UNKNOWN = 255
 _fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
-
-take_out()  # at the import, before a nanny reads its configuration
 
 
 async def dask_setup(server: Any) -> None:
