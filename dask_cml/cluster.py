@@ -30,7 +30,6 @@ from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
 from dask_cml import output
-from dask_cml.advice import Advice, AskForLess, Scale
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
 from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
@@ -72,7 +71,7 @@ from dask_cml.sessions.session import CMLProcess, Phase, Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.validation import with_numbers
-from dask_cml.words import first_line, printable, printable_lines
+from dask_cml.words import command, first_line, printable, printable_lines
 
 logger = Logger(__name__)
 
@@ -80,6 +79,11 @@ logger = Logger(__name__)
 _UNKNOWN = ModuleType("unknown")
 #: Maximum number of sessions of adaptive scaling without a maximum and without a limit.
 _MAXIMUM = 100
+#: What a user can do whose quota is too small.
+_ASK_FOR_LESS = (
+    "Ask for fewer or smaller workers. Or create the cluster without workers and scale it: it launches as "
+    "many as there is room for. To see what runs, run `dask cml list`"
+)
 #: The clusters that :func:`close_all` closes in their own event loops.
 _closing: set[asyncio.Future[Any]] = set()
 
@@ -786,8 +790,10 @@ class CMLCluster(SpecCluster):
         if not_stopped := await self.ending.wait_until_done(left):
             names = ", ".join(not_stopped)
             if {*not_stopped} <= {*self.view.staying}:
-                until = "until other workers can take their data. To launch some,"
-                raise CMLError(f"{deleted} {names} stay {until}", Scale(self.options.name))
+                raise CMLError(
+                    f"{deleted} {names} stay until other workers can take their data. To launch some, run "
+                    f"{command('scale', self.options.name, 'N')}"
+                )
             raise CMLError(f"{deleted} {names} not stopped yet: {self.ending.why_not_done}")
 
     # -- the step
@@ -1106,7 +1112,7 @@ class CMLCluster(SpecCluster):
         try:
             await self.start.run(strict=True, display=not self._quiet)
         except LaunchRefused as error:
-            raise LaunchRefused(error.name, error.reason, AskForLess()) from None
+            raise LaunchRefused(error.name, error.reason, _ASK_FOR_LESS) from None
         self.begin_looking()
         if limits_of_session := here.session_limits():
             self.tell(limits_of_session)
@@ -1593,7 +1599,7 @@ class CMLCluster(SpecCluster):
 
     # -- words
 
-    def tell(self, text: str, advice: Advice | None = None) -> None:
+    def tell(self, text: str) -> None:
         """Tell the user a line, and keep it for :meth:`get_logs`.
 
         Cluster._log (cluster.py:281) prints in the event loop, which a blocked or closed output would stop.
@@ -1602,20 +1608,14 @@ class CMLCluster(SpecCluster):
         ----------
         text : str
             The line.
-        advice : Advice, optional
-            What the user can do. The text leads to it.
         """
-        now, line = datetime.now(), printable_lines(text if advice is None else f"{text} {advice}")
+        now, line = datetime.now(), printable_lines(text)
         self._cluster_manager_logs.append((now, line))
         if not self.quiet:
-            output.say(text if advice is None else f"{text} {self._in_words(advice)}")
+            output.say(text)
         if self.is_keeper:
             write_own_log(self.options, self.place, now, line)
-            self.sharing.tell_clients(text, advice)
-
-    def _in_words(self, advice: Advice) -> str:
-        """Return advice in the words of the place where this process prints."""
-        return str(advice)
+            self.sharing.tell_clients(text)
 
 
 def close_all() -> None:

@@ -7,11 +7,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from dask_cml.advice import Advice, UseOrDelete
 from dask_cml.output import get_logger
-from dask_cml.words import printable_lines
+from dask_cml.words import command, printable_lines
 
 logger = get_logger(__name__)
 
@@ -62,26 +61,12 @@ class CMLError(RuntimeError):
     Parameters
     ----------
     text : str
-        What failed, and why.
-    advice : Advice, optional
-        What the user can do. The text leads to it.
+        What failed, why, and what the user can do.
     """
 
-    #: What is between the text and the advice.
-    joint: ClassVar[str] = " "
-
-    def __init__(self, text: str = "", advice: Advice | None = None) -> None:
-        super().__init__(text)
-        self.advice = advice
-
-    @property
-    def text(self) -> str:
-        """What failed, and why, without the advice."""
+    def __str__(self) -> str:
         # It may be the text of a task, a log or the platform, and Python prints it into a terminal.
         return printable_lines(super().__str__())
-
-    def __str__(self) -> str:
-        return self.text if self.advice is None else f"{self.text}{self.joint}{self.advice}"
 
     def _render_traceback_(self) -> list[str]:
         return in_short(self)
@@ -100,15 +85,13 @@ class LaunchRefused(CMLError):
         The name of the session.
     reason : str
         CML's error message.
-    advice : Advice, optional
+    advice : str, optional
         What the user can do.
     """
 
-    joint = "\n"
-
-    def __init__(self, name: str, reason: str, advice: Advice | None = None) -> None:
-        super().__init__(f"CML refused to launch {name}: {reason}", advice)
-        self.name, self.reason = name, reason
+    def __init__(self, name: str, reason: str, advice: str = "") -> None:
+        super().__init__(f"CML refused to launch {name}: {reason}" + (f"\n{advice}" if advice else ""))
+        self.name, self.reason, self.advice = name, reason, advice
 
 
 class SessionFailed(CMLError):
@@ -132,7 +115,11 @@ class ClusterExists(CMLError):
 
     def __init__(self, name: str, why: str = "") -> None:
         doubt = f" ({why})" if why else ""
-        super().__init__(f"a cluster named {name!r} exists already{doubt}:", UseOrDelete(name))
+        super().__init__(
+            f"a cluster named {name!r} exists already{doubt}: to connect to it, pass "
+            f"create_mode='create-or-connect' or call CMLCluster.from_name({name!r}); to delete it, run "
+            f"{command('delete', name)}"
+        )
         self.name = name
 
 

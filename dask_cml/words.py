@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
+
+from dask_cml.naming import DEFAULT_GROUP
 
 #: Control characters except the tab, characters that end lines, change the direction of text or are not
 #: seen, and surrogates, which stand for bytes of file names that are no text. Emojis and some scripts need
@@ -62,6 +65,20 @@ def first_line(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines as :func:`printable` returns single lines."""
     return "\n".join(map(printable, text.splitlines()))
+
+
+def command(verb: str, cluster: str, *arguments: object, group: str = DEFAULT_GROUP) -> str:
+    """Return a command on a cluster, in quotes. It works in a shell and, after ``!``, in a notebook.
+
+    Examples
+    --------
+    >>> command("scale", "my lab", 1, group="gpu")
+    "`dask cml scale 'my lab' 1 --group gpu`"
+    """
+    words = ["dask", "cml", verb, cluster, *map(str, arguments)]
+    if group != DEFAULT_GROUP:
+        words += ["--group", group]
+    return f"`{shlex.join(words)}`"
 
 
 def format_duration(seconds: float) -> str:

@@ -9,7 +9,6 @@ import pytest
 from clusters import arrived, log_of, rebuild, simulate, who_gave_up
 from simulated.testing import eventually, simulated
 
-from dask_cml.advice import Scale
 from dask_cml.core import backoff as module
 from dask_cml.core.backoff import Backoff
 from dask_cml.sessions.causes import Cause, Loss
@@ -34,10 +33,7 @@ def lines():
 
 @pytest.fixture
 def backoff(clock, lines):
-    def log(text, advice=None):
-        lines.append(text if advice is None else f"{text} {advice}")
-
-    return Backoff("cluster mine", Scale("mine"), log, limit=5, quota_pause=60.0)
+    return Backoff("cluster mine", "`dask cml scale mine N`", lines.append, limit=5, quota_pause=60.0)
 
 
 def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_one(backoff, clock):
@@ -72,7 +68,7 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched(backoff, lines):
         backoff.failed("it ended", 1)
     assert backoff.pause == math.inf
     assert backoff.words == "no new workers after 5 failures in a row: it ended"
-    assert lines[-1] == f"Cluster mine launches {backoff.words}. To try again, call cluster.scale(n)"
+    assert lines[-1] == f"Cluster mine launches {backoff.words}. To try again, run `dask cml scale mine N`"
 
 
 def test_launches_that_began_together_and_fail_one_by_one_count_once(backoff, lines, clock):

@@ -117,7 +117,7 @@ def test_a_notebook_with_a_client_says_why_its_tasks_wait(opened):
     lab.insert_client_code(item)
     lab.run_cells()
     assert_shows(
-        lab.notebook, "cannot run all tasks: 1 task waits, but the cluster has no workers: call CMLCluster."
+        lab.notebook, "cannot run all tasks: 1 task waits, but the cluster has no workers: call cluster.scale"
     )
     lab.scale(item, 1)
     assert_shows(lab.notebook.locator(".jp-OutputArea-executeResult").last, "3")

@@ -141,9 +141,7 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     error = run("create", "--n-workers", 3, code=1)
     assert error.startswith("Error: CML refused to launch")
     assert "exceeded quota" in error
-    assert (
-        "Or create the cluster with --n-workers 0 and run `dask cml scale NAME N`: " in error.splitlines()[1]
-    )
+    assert "Or create the cluster without workers and scale it: " in error.splitlines()[1]
     assert not live(platform)
     assert store.records() == []
     platform.configure(quota=None)

@@ -257,7 +257,7 @@ async def test_wait_for_workers_fails_as_soon_as_no_other_worker_is_to_connect(i
                     words = "1 of 2 workers connected: no new workers after 2 failures in a row: "
                     assert str(failure.value).startswith(words)
                     assert str(failure.value).endswith(
-                        ". To try again, call cluster.scale(n, worker_group='gpu')"
+                        ". To try again, run `dask cml scale lab 1 --group gpu`"
                     )
                 creator.adapt(1, 2)  # these may come
                 with pytest.raises(TimeoutError, match="Only 1/2 workers arrived after 5 s: gpu: no new"):

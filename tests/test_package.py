@@ -83,7 +83,6 @@ def test_commands_import_slow_modules_only_when_they_run():
     ours = {name for name in added if name.startswith("dask_cml")}
     assert {name for name in ours if not name.startswith("dask_cml.cli")} == {
         "dask_cml",
-        "dask_cml.advice",
         "dask_cml.errors",
         "dask_cml.naming",
         "dask_cml.output",

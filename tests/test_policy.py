@@ -199,14 +199,9 @@ def test_data_that_others_cannot_hold_keeps_a_group():
 # -- what no worker will run
 
 
-def told(found):
-    """What the user is told, in Python's words."""
-    return [f"{tasks.words} {tasks.scale}" if tasks.scale else tasks.words for tasks in found.values()]
-
-
 def test_tasks_that_need_resources_of_no_group_are_reported():
     snapshot = Snapshot([work(3, unrunnable=3, FPGA=1)], [supply(), gpus()])
-    assert told(unrunnable(snapshot, [], "mine")) == ["3 tasks need FPGA=1, which no worker group offers"]
+    assert [*unrunnable(snapshot, []).values()] == ["3 tasks need FPGA=1, which no worker group offers"]
 
 
 def test_tasks_for_a_group_without_workers_are_reported_until_it_is_scaled():
@@ -215,14 +210,14 @@ def test_tasks_for_a_group_without_workers_are_reported_until_it_is_scaled():
         "1 task needs GPU=0.5; worker group gpu offers it, but has no workers: "
         "call cluster.scale(1, worker_group='gpu')"
     ]
-    assert told(unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False)]), [], "mine")) == words
-    assert not unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), [], "mine")
-    assert not unrunnable(Snapshot(tasks, [supply(), gpus()]), [], "mine")
+    assert [*unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False)]), []).values()] == words
+    assert not unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), [])
+    assert not unrunnable(Snapshot(tasks, [supply(), gpus()]), [])
 
 
 def test_tasks_for_workers_that_will_not_connect_are_reported():
     snapshot = Snapshot(restricted={("mine-7",): 1, ("mine-8", "mine-9"): 2, ("mine-1",): 3})
-    assert told(unrunnable(snapshot, ["mine-0", "mine-1"], "mine")) == [
+    assert [*unrunnable(snapshot, ["mine-0", "mine-1"]).values()] == [
         "1 task is restricted to mine-7, which the cluster does not have",
         "2 tasks are restricted to mine-8 or mine-9, which the cluster does not have",
     ]
@@ -230,19 +225,19 @@ def test_tasks_for_workers_that_will_not_connect_are_reported():
 
 def test_a_reason_is_the_same_however_many_tasks_it_holds_up():
     two, three = (Snapshot([work(n, unrunnable=n, FPGA=2, GPU=1)], [supply()]) for n in (2, 3))
-    assert unrunnable(two, [], "mine").keys() == unrunnable(three, [], "mine").keys()
-    assert told(unrunnable(two, [], "mine")) == ["2 tasks need FPGA=2, GPU=1, which no worker group offers"]
+    assert unrunnable(two, []).keys() == unrunnable(three, []).keys()
+    assert [*unrunnable(two, []).values()] == ["2 tasks need FPGA=2, GPU=1, which no worker group offers"]
 
 
 def test_tasks_that_run_or_wait_for_workers_are_no_trouble():
     tasks = [work(3, FPGA=1), work(3, unrunnable=3)]
-    assert not unrunnable(Snapshot(tasks, [supply(adapts=False, target=1)]), [], "mine")
-    assert not unrunnable(Snapshot(tasks, [supply()]), [], "mine")  # it adapts
+    assert not unrunnable(Snapshot(tasks, [supply(adapts=False, target=1)]), [])
+    assert not unrunnable(Snapshot(tasks, [supply()]), [])  # it adapts
 
 
 def test_tasks_wait_for_ever_in_a_cluster_without_workers():
     snapshot = Snapshot([work(3, unrunnable=3)], [supply(adapts=False), gpus(adapts=False)])
-    assert told(unrunnable(snapshot, [], "mine")) == [
+    assert [*unrunnable(snapshot, []).values()] == [
         "3 tasks wait, but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
     ]
 

@@ -36,7 +36,6 @@ from dask_cml import (
     SessionFailed,
     output,
 )
-from dask_cml.advice import Scale
 from dask_cml.core.backoff import Backoff
 from dask_cml.layout import STARTED_FOLDER
 from dask_cml.local import processes
@@ -345,7 +344,7 @@ async def test_the_page_lists_the_message_about_a_name_that_was_taken(it, seen):
 )
 def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
     last = {"memory": GIB // 8, "limit": GIB, "spilled": 0, "max_spill": None, "tasks": ["train-1"]}
-    backoff = Backoff("cluster night", Scale("night"), seen.append, limit=5, quota_pause=60.0)
+    backoff = Backoff("cluster night", "`dask cml scale night N`", seen.append, limit=5, quota_pause=60.0)
     for log in (
         [f"[memory: {GIB} of {GIB} bytes]"],
         ["[scratch: 9500000000 of 10000000000 bytes]"],

@@ -52,7 +52,7 @@ async def test_a_need_that_was_met_and_returns_is_reported_again(it):
     ):
         for i in range(2):
             future = client.submit(abs, i, resources={"GPU": 1})
-            await eventually(lambda: cluster.problem == f"{NO_GPU}scale it")
+            await eventually(lambda: cluster.problem == f"{NO_GPU}{CALL}")
             cluster.scale(1, worker_group="gpu")
             assert await future == i
             await eventually(lambda: cluster.problem is None)

@@ -16,9 +16,7 @@ from typing import Any
 import click
 
 from dask_cml import output
-from dask_cml.advice import Advice, AskForLess, Scale, ShutDown, delete_command
-from dask_cml.errors import CMLError
-from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.words import first_line, printable, table
 
 # Dask imports this with each of its commands, so functions import slow modules themselves.
@@ -102,36 +100,9 @@ def first_line_of(error: object) -> str:
 
 def words_of(error: BaseException) -> str:
     """Return an error's first line, and what a user can do in a shell."""
-    if isinstance(error, CMLError) and error.advice is not None:
-        text, advice = error.text, in_shell(error.advice)
-        if "\n" in f"{text}{error.joint}":
-            return f"{first_line_of(text)}\n{advice}"
-        return f"{text}{error.joint}{advice}"
+    if isinstance(error, LaunchRefused) and error.advice:
+        return f"{first_line_of(error)}\n{error.advice}"
     return first_line_of(error)
-
-
-def in_shell(advice: Advice) -> str:
-    """Return what a user can do, as commands.
-
-    Examples
-    --------
-    >>> in_shell(Scale("lab", 1, group="gpu"))
-    'run `dask cml scale lab 1 --group gpu`'
-    """
-    if isinstance(advice, Scale):
-        cluster, n = shlex.quote(advice.cluster), "N" if advice.n is None else str(advice.n)
-        group = "" if advice.group == DEFAULT_GROUP else f" --group {shlex.quote(advice.group)}"
-        adapt = f" or `dask cml adapt {cluster} 0 10{group}`" if advice.or_adapt else ""
-        return f"run `dask cml scale {cluster} {n}{group}`{adapt}"
-    if isinstance(advice, AskForLess):
-        return (
-            "Ask for fewer or smaller workers. Or create the cluster with --n-workers 0 and run "
-            "`dask cml scale NAME N`: it launches as many as there is room for. To see what runs, run "
-            "`dask cml list`"
-        )
-    if isinstance(advice, ShutDown):
-        return f"run `{delete_command(advice.cluster)}`"
-    return f"to delete it, run `{delete_command(advice.cluster)}`"
 
 
 def echo(text: str = "", *, err: bool = False) -> None:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.advice import Scale
-from dask_cml.cli.console import cml, echo, in_shell
+from dask_cml.cli.console import cml, echo
+from dask_cml.words import command
 
 if TYPE_CHECKING:
-    from dask_cml.advice import Advice
     from dask_cml.options.option import Option
 
 
@@ -134,23 +133,17 @@ def create(new_name: str | None, **options: Any) -> None:
         raise click.UsageError(f"expected one name: got {new_name!r}, and --name {options['name']}")
     options["name"] = new_name or options["name"]
 
-    class ShellCluster(CMLCluster):
-        """A cluster whose words are read in a shell."""
-
-        def _in_words(self, advice: Advice) -> str:
-            return in_shell(advice)
-
     values = given(options)
     # The name alone goes to standard output, for scripts.
     with dask.config.set(settings(values)), contextlib.redirect_stdout(sys.stderr):
-        cluster = ShellCluster(**unattended(values), quiet=False, silence_logs="WARNING")
+        cluster = CMLCluster(**unattended(values), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.ending.outlive_this_process)
     echo(cluster.name)
     echo(f"Address: {cluster.scheduler_address}", err=True)
     if not any(group.n_workers for group in cluster.worker_groups.values()):
-        advice = in_shell(Scale(cluster.name, or_adapt=True))
-        echo(f"Cluster {cluster.name} has no workers yet: {advice}", err=True)
+        scale, adapt = command("scale", cluster.name, "N"), command("adapt", cluster.name, 0, 10)
+        echo(f"Cluster {cluster.name} has no workers yet: run {scale} or {adapt}", err=True)
     if cluster.dashboard_link:
         echo(f"Dashboard: {cluster.dashboard_link}", err=True)
     echo(f"{lifetime(cluster.name, cluster.options.idle_timeout)}.", err=True)

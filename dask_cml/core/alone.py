@@ -283,7 +283,7 @@ class Alone:
     def event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session."""
 
-    def tell_clients(self, text: str, advice: Any) -> None:
+    def tell_clients(self, text: str) -> None:
         """Tell the clients of other processes a line that :meth:`CMLCluster.tell` tells the user here."""
 
     async def look(self) -> None:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from dask_cml.advice import Scale
 from dask_cml.options.limits import describe
 from dask_cml.sessions.causes import Cause, Loss
 
@@ -29,10 +28,10 @@ class Backoff:
     ----------
     name : str
         The group's name in the log, such as ``cluster mine``.
-    scale : Scale
-        What a user can do after too many failures.
+    scale : str
+        The command by which a user tries again after too many failures.
     log : callable
-        Called with every line for the user, and with what the user can do.
+        Called with every line for the user.
     limit : int
         Number of failures in a row after which no workers are launched (``cml.failure-limit``).
     quota_pause : float
@@ -40,7 +39,7 @@ class Backoff:
 
     Examples
     --------
-    >>> backoff = Backoff("cluster mine", Scale("mine"), print, limit=5, quota_pause=60.0)
+    >>> backoff = Backoff("cluster mine", "`dask cml scale mine N`", print, limit=5, quota_pause=60.0)
     >>> backoff.failed("the worker's session 1 ended", 1)
     Worker failed: the worker's session 1 ended
     >>> backoff.words
@@ -50,7 +49,7 @@ class Backoff:
     """
 
     def __init__(
-        self, name: str, scale: Scale, log: Callable[..., None], limit: int, quota_pause: float
+        self, name: str, scale: str, log: Callable[[str], None], limit: int, quota_pause: float
     ) -> None:
         self._name = name[0].upper() + name[1:]
         self._scale, self._log = scale, log
@@ -182,7 +181,7 @@ class Backoff:
 
     def _log_giving_up(self) -> None:
         if self.gave_up:
-            self._log(f"{self._name} launches {self._failure}. To try again,", self._scale)
+            self._log(f"{self._name} launches {self._failure}. To try again, run {self._scale}")
 
     def refused(self, granted: int, requested: int, reason: str) -> None:
         """Record that the platform launched only `granted` of the requested sessions."""

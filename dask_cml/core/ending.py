@@ -7,7 +7,6 @@ import contextlib
 import inspect
 import math
 import os
-import shlex
 import sys
 import threading
 import time
@@ -36,7 +35,7 @@ from dask_cml.output import Logger
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.timing import timing
-from dask_cml.words import first_line
+from dask_cml.words import command, first_line
 
 logger = Logger(__name__)
 
@@ -294,8 +293,9 @@ class Ending:
             parts.append("no process that manages the cluster has taken it over")
         if not parts:
             return None
+        target = self._cluster.view.target
         commands = [
-            f"`dask cml {shlex.join(self._scale_command(group))}`" for group in self._unfinished_groups
+            command("scale", self._name, target(group), group=group) for group in self._unfinished_groups
         ]
         return (
             f"cluster {self._name} left before its last change was carried out: {', '.join(parts)} "
@@ -308,11 +308,6 @@ class Ending:
         names = self._to_do if self._cluster.is_keeper else []
         groups = {self._cluster.groups.group_of(name) for name in names}.union(self._cluster.sharing.untaken)
         return sorted(group for group in groups if group in self._cluster.groups) or [DEFAULT_GROUP]
-
-    def _scale_command(self, group: str) -> list[str]:
-        """Return the arguments of ``dask cml`` by which another process carries out what is wanted."""
-        option = [] if group == DEFAULT_GROUP else ["--group", group]
-        return ["scale", self._name, str(self._cluster.view.target(group)), *option]
 
     async def wait_until_done(self, left: Callable[[], Sequence[str]]) -> Sequence[str]:
         """Wait until no session is left to launch or to stop, or nothing gets on. Return what is left.

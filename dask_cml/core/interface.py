@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from distributed.core import Status
 
-from dask_cml.advice import Advice
 from dask_cml.core.alone import Alone
 from dask_cml.core.groups import Groups
 from dask_cml.options import Options
@@ -103,5 +102,5 @@ class Cluster(Protocol):
     def view(self) -> Any:
         """What this process knows of the sessions, or has heard of them from the keeper."""
 
-    def tell(self, text: str, advice: Advice | None = None) -> None:
+    def tell(self, text: str) -> None:
         """Tell the user a line."""

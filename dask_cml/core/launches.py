@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
-from dask_cml.advice import Scale
 from dask_cml.cancellation import cancel, gather_or_cancel
 from dask_cml.core.backoff import Backoff
 from dask_cml.core.interface import Cluster
@@ -20,6 +19,7 @@ from dask_cml.options.limits import room
 from dask_cml.output import Logger
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.timing import timing
+from dask_cml.words import command
 
 logger = Logger(__name__)
 
@@ -76,7 +76,7 @@ class Launches:
             cluster = self._cluster
             of_group = "" if group == DEFAULT_GROUP else f"group {group} of "
             name = f"{of_group}cluster {cluster.options.name}"
-            scale = Scale(cluster.options.name, group=group)
+            scale = command("scale", cluster.options.name, "N", group=group)
             backoff = Backoff(name, scale, cluster.tell, self._failure_limit, self._quota_pause)
             self._backoffs[group] = backoff
         return backoff

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dask_cml.advice import Scale, ShutDown
 from dask_cml.core.interface import Cluster
-from dask_cml.core.policy import Demand, Unrunnable, unrunnable
+from dask_cml.core.policy import Demand, unrunnable
 from dask_cml.core.processes import Processes
 from dask_cml.output import Logger
 from dask_cml.timing import timing
+from dask_cml.words import command
 
 logger = Logger(__name__)
 
@@ -52,17 +52,15 @@ class Messages:
             If the scheduler does not answer.
         """
         cluster = self._cluster
-        lines: dict[str, tuple[str, Scale | None]] = {}
-        for subject, line in {**self._queued(), **cluster.sharing.news()}.items():
-            lines[subject] = line, None
+        lines = {**self._queued(), **cluster.sharing.news()}
         found = await self._find_unrunnable()
-        self.unrunnable = "; ".join(tasks.problem for tasks in found.values()) or None
+        self.unrunnable = "; ".join(found.values()) or None
         # The numbers of tasks change often, so a reason is logged once.
         for reason, tasks in found.items():
-            lines[reason] = f" cannot run all tasks: {tasks.words}", tasks.scale
-        for subject, (line, scale) in lines.items():
+            lines[reason] = f" cannot run all tasks: {tasks}"
+        for subject, line in lines.items():
             if subject not in self._logged:
-                cluster.tell(f"Cluster {cluster.options.name}{line}", scale)
+                cluster.tell(f"Cluster {cluster.options.name}{line}")
         self._logged = {*lines}
 
     def _queued(self) -> dict[str, str]:
@@ -75,7 +73,7 @@ class Messages:
         # The platform may tell the reason later, and in words that change.
         return {"queued, with a reason": f"{line}: {reason}"} if reason else {"queued": line}
 
-    async def _find_unrunnable(self) -> dict[str, Unrunnable]:
+    async def _find_unrunnable(self) -> dict[str, str]:
         """Return the tasks that no worker can run, now or later, by their reasons."""
         cluster = self._cluster
         snapshot = await self._demand.snapshot(max_age=timing.look)
@@ -86,7 +84,7 @@ class Messages:
                 expected |= {address, str(info["name"]), str(info.get("host"))}
             for name, dask_names in cluster.groups.dask_workers().items():
                 expected |= {name, *dask_names}
-        return unrunnable(snapshot, expected, cluster.options.name)
+        return unrunnable(snapshot, expected)
 
     async def tell_outage(self) -> None:
         """Log once that the platform does not answer, and once that it does again."""
@@ -95,23 +93,20 @@ class Messages:
         refused_before, self._key_refused = self._key_refused, cluster.api.key_refused
         if self.outage and self._key_refused:
             if not refused_before:
-                what_runs = await self._what_runs()
-                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {what_runs}", ShutDown(name))
+                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {await self._what_runs()}")
         elif self.outage and not before:
             logger.warning("Cannot manage cluster %s: %s", name, self.outage)
         elif before and not self.outage:
             logger.warning("Managing cluster %s again", name)
 
     async def _what_runs(self) -> str:
-        """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped.
-
-        They lead to the advice to close the cluster.
-        """
+        """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
         ends = await self._cluster.sharing.ends()
         n = len([process for process in self._processes.launched if not process.has_ended])
         noun = "session" if n == 1 else "sessions"
         they_end = f" They end {', or '.join(ends)}." if ends else ""
         return (
             f"Until then, this process launches and stops no session. The cluster's {n} {noun} and its tasks "
-            f"run on.{they_end} The scheduler can tell their programs to exit. To end them now,"
+            f"run on.{they_end} The scheduler can tell their programs to exit. To end them now, run "
+            f"{command('delete', self._cluster.options.name)}"
         )

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dask_cml import protocol
-from dask_cml.advice import Scale
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.
@@ -329,29 +328,8 @@ class Demand:
         )
 
 
-@dataclass(frozen=True)
-class Unrunnable:
-    """Tasks that no present or future worker can run.
-
-    Parameters
-    ----------
-    words : str
-        How many, and why.
-    scale : Scale, optional
-        The worker group to scale, so that it can run them.
-    """
-
-    words: str
-    scale: Scale | None = None
-
-    @property
-    def problem(self) -> str:
-        """The problem as a clause, in words for all places."""
-        return self.words if self.scale is None else f"{self.words} scale it"
-
-
-def unrunnable(snapshot: Snapshot, expected: Collection[str], cluster: str) -> dict[str, Unrunnable]:
-    """Return the tasks that no present or future worker can run, by their reasons.
+def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
+    """Return how many tasks no present or future worker can run, in words, by their reasons.
 
     Parameters
     ----------
@@ -359,37 +337,33 @@ def unrunnable(snapshot: Snapshot, expected: Collection[str], cluster: str) -> d
         The tasks and the groups.
     expected : collection of str
         The names and addresses of all wanted workers.
-    cluster : str
-        The name of the cluster.
 
     Examples
     --------
     >>> snapshot = Snapshot([Work({"FPGA": 1}, tasks=3, seconds=1.5, unrunnable=3)], [Supply("default")])
-    >>> [tasks.words for tasks in unrunnable(snapshot, [], "mine").values()]
+    >>> [*unrunnable(snapshot, []).values()]
     ['3 tasks need FPGA=1, which no worker group offers']
     """
-    found: dict[str, Unrunnable] = {}
+    found: dict[str, str] = {}
     has_workers = any(supply.adapts or supply.target or supply.sessions for supply in snapshot.supplies)
     for work in snapshot.work:
         if work.tasks and not work.resources and not has_workers:
             verb = "waits" if work.tasks == 1 else "wait"
-            reason = "but the cluster has no workers:"
-            found[reason] = Unrunnable(
-                f"{_tasks(work.tasks)} {verb}, {reason}", Scale(cluster, or_adapt=True)
-            )
+            reason = "but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
+            found[reason] = f"{_tasks(work.tasks)} {verb}, {reason}"
         able = snapshot.able(work.resources)
         if work.unrunnable and work.resources and not any(supply.adapts or supply.target for supply in able):
-            n, why, advice = work.unrunnable, ", which no worker group offers", None
+            n, why = work.unrunnable, ", which no worker group offers"
             if able:
                 group = able[0].name
-                why = f"; worker group {group} offers it, but has no workers:"
-                advice = Scale(cluster, 1, group)
+                call = f"call cluster.scale(1, worker_group={group!r})"
+                why = f"; worker group {group} offers it, but has no workers: {call}"
             reason = ", ".join(f"{name}={need:g}" for name, need in work.resources.items()) + why
-            found[reason] = Unrunnable(f"{_tasks(n)} {'needs' if n == 1 else 'need'} {reason}", advice)
+            found[reason] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {reason}"
     for names, n in snapshot.restricted.items():
         if not any(name in expected for name in names):
             reason = f"restricted to {' or '.join(names)}, which the cluster does not have"
-            found[reason] = Unrunnable(f"{_tasks(n)} {'is' if n == 1 else 'are'} {reason}")
+            found[reason] = f"{_tasks(n)} {'is' if n == 1 else 'are'} {reason}"
     return found
 
 

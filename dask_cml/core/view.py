@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_cml.advice import Scale
 from dask_cml.core.interface import Cluster
 from dask_cml.core.launches import Launches
 from dask_cml.core.messages import Messages
@@ -14,6 +13,7 @@ from dask_cml.core.retirement import Retirements
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.session import Session
+from dask_cml.words import command
 
 
 class Sessions:
@@ -62,7 +62,8 @@ class Sessions:
             if absent or (group not in gave_up and (wanted > 0 or self.limits(group))):
                 return
         for group, why in gave_up.items():
-            raise CMLError(f"{what}: {why}. To try again,", Scale(self._cluster.options.name, group=group))
+            scale = command("scale", self._cluster.options.name, self.target(group), group=group)
+            raise CMLError(f"{what}: {why}. To try again, run {scale}")
 
 
 class View(Sessions):

@@ -13,10 +13,9 @@ from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
 from dask_cml.dashboard.http_server import HostGuard
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, reason_of
 from dask_cml.options import setting
 from dask_cml.output import get_logger
-from dask_cml.serve.words import words_of
 from dask_cml.sessions.here import SERVED_PORTS, this_session, this_user
 
 logger = get_logger(__name__)
@@ -185,7 +184,7 @@ class Handler(RequestHandler):
             message = (error.log_message or message) % error.args
         elif is_expected(error):
             self.set_status(next(status for kind, status in _STATUS.items() if isinstance(error, kind)))
-            message = words_of(error)
+            message = reason_of(error)
         self.answer_error(message)
 
     def log_exception(self, *exc_info: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from distributed.core import Status
 
 from dask_cml.cluster import CMLCluster
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML, reason_of
 from dask_cml.observers import Observed, Observers
 from dask_cml.options import setting
 from dask_cml.options.table import ARGUMENTS
@@ -25,7 +25,6 @@ from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.serve import views
 from dask_cml.serve.metrics import StartTimes
-from dask_cml.serve.words import words_of
 from dask_cml.sessions.workers_api import load_platform
 from dask_cml.sharing.sharing import Sharing
 
@@ -180,7 +179,7 @@ class ProjectClusters(Observers):
         record, cluster = observed.record, observed.cluster
         usage = self.usages.get(record.name)
         if observed.failure is not None:
-            return views.unconnected(record, "failed", words_of(observed.failure))
+            return views.unconnected(record, "failed", reason_of(observed.failure))
         if cluster is not None and (observed.owned or cluster.status == Status.running):
             return views.connected(record, cluster, usage)
         finding = observed.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")

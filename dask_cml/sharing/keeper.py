@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml import protocol
-from dask_cml.advice import Advice, Scale, ShutDown
 from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.core.processes import connected_names, said_by
 from dask_cml.errors import CMLError
@@ -158,15 +157,9 @@ class Keeper:
         self._events.append({"action": action, "session": session, **fields})
         self._n_events += 1
 
-    def tell_clients(self, text: str, advice: Advice | None) -> None:
-        """Tell the clients of other processes a line. They have no cluster object, but its name."""
-        if isinstance(advice, (Scale, ShutDown)):
-            here, there = "cluster.", f"CMLCluster.from_name({advice.cluster!r})."
-            text = f"{text} {str(advice).replace(here, there)}"
-        elif advice is not None:
-            text = f"{text} {advice}"
-        line = shortened(printable_lines(text), LONGEST_LINE)
-        self.event("line", SCHEDULER, text=line)
+    def tell_clients(self, text: str) -> None:
+        """Tell the clients of other processes a line."""
+        self.event("line", SCHEDULER, text=shortened(printable_lines(text), LONGEST_LINE))
 
     async def publish(self) -> None:
         """Write on the board what this process knows and wants, as far as it has changed. Log errors."""

@@ -18,7 +18,6 @@ from distributed.comm.core import Comm
 from distributed.core import Status
 
 from dask_cml import compat
-from dask_cml.advice import Advice
 from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import unclosed
 from dask_cml.core.folder import fill_folder, make_keys
@@ -47,7 +46,7 @@ from dask_cml.sharing.link import BoardState, Link
 from dask_cml.sharing.outbox import Change, Outbox
 from dask_cml.sharing.report import Report
 from dask_cml.timing import timing
-from dask_cml.words import format_duration
+from dask_cml.words import command, format_duration
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -289,17 +288,16 @@ class Sharing(Alone):
         if record.security is not None:
             finding = (await liveness.judge([record], api=cluster.api))[name]
             if finding.state is liveness.State.DEAD:
-                command = f"dask cml delete {shlex.quote(name)}"
                 raise CMLError(
                     f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
-                    f"left of it, run `{command}`"
+                    f"left of it, run {command('delete', name)}"
                 )
         self._follow_role()
         self._enter(record)
         try:
             await self._join_within(patience, str(record.scheduler.address))
         except SchedulerTimeout as error:
-            advice = f"to stop its sessions, run `dask cml delete {shlex.quote(name)}`"
+            advice = f"to stop its sessions, run {command('delete', name)}"
             raise CMLError(
                 f"the scheduler of cluster {name!r} does not answer at {record.scheduler.address}: "
                 f"{record.out_of_reach or advice}"
@@ -551,11 +549,11 @@ class Sharing(Alone):
         if self._keeper is not None:
             self._keeper.event(action, session, **fields)
 
-    def tell_clients(self, text: str, advice: Advice | None) -> None:
+    def tell_clients(self, text: str) -> None:
         """Tell the clients of other processes a line that :meth:`CMLCluster.tell` tells the user here."""
         # What this process says of its own connection is no news for others.
         if self._keeper is not None and self.failover.problem is None:
-            self._keeper.tell_clients(text, advice)
+            self._keeper.tell_clients(text)
 
     async def look(self) -> None:
         """Take over or stop sessions of the cluster that no process of it uses, as after a crash."""
