@@ -2,7 +2,7 @@
 
 To see how ``scale(3)`` works, read :meth:`CMLCluster.scale`, which changes ``worker_spec``,
 :meth:`CMLCluster._correct_state_internal`, the step that retires, stops and launches, and
-:meth:`CMLCluster.launch_worker`. Once a second, :meth:`CMLCluster._look` replaces lost workers in that dict.
+``Workers.launch``. Once a second, :meth:`CMLCluster._look` replaces lost workers in that dict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from weakref import ref
 
 from dask.utils import parse_timedelta
 from distributed.core import Status
@@ -33,22 +32,19 @@ from dask_cml import output
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
 from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
-from dask_cml.core.adoption import Adoption
 from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import end_at_exit
 from dask_cml.core.connection import Connection
 from dask_cml.core.ending import Ending
 from dask_cml.core.groups import Groups
-from dask_cml.core.launches import Launches
 from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages
 from dask_cml.core.own_log import write_own_log
 from dask_cml.core.policy import Demand
-from dask_cml.core.processes import Processes, connected_names
 from dask_cml.core.retirement import Retirements, drop
-from dask_cml.core.start import Start, check_worker_class, class_of, scheduler_spec
-from dask_cml.core.stops import Stops
+from dask_cml.core.start import Start, check_worker_class, scheduler_spec
 from dask_cml.core.view import View
+from dask_cml.core.workers import Workers, connected_names
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, escaped, render, status_of
 from dask_cml.errors import (
     CMLError,
@@ -67,7 +63,7 @@ from dask_cml.sessions import here, tls
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
-from dask_cml.sessions.session import CMLProcess, Phase, Session
+from dask_cml.sessions.session import Phase, Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.validation import with_numbers
@@ -328,25 +324,15 @@ class CMLCluster(SpecCluster):
         #: Why the cluster ends if this process shuts it down, for its history.
         self.end_reason = f"closed by {self.sharing.who}"
         self.connection = Connection(self)
-        self.processes = Processes(self)
-        self.launches = Launches(self, self.processes)
+        #: Not `workers`, as SpecCluster calls its dict of the launched ones.
+        self.processes = Workers(self)
         self.retirements = Retirements(self, self.processes)
         self.demand = Demand(self)
         self.messages = Messages(self, self.processes, self.demand)
-        self.stops = Stops(self)
-        self._own_view = View(self, self.processes, self.launches, self.retirements, self.messages)
-        self.adoption = Adoption(self, self.processes, self.launches, self._own_view)
-        self.losses = Losses(self, self.processes, self.launches, self.adoption)
-        self.start = Start(self, self.processes, self.launches)
-        self.ending: Ending = Ending(
-            self,
-            self.processes,
-            self.launches,
-            self.retirements,
-            self.stops,
-            self._own_view,
-            self.adoption,
-        )
+        self._own_view = View(self, self.processes, self.retirements, self.messages)
+        self.losses = Losses(self, self.processes)
+        self.start = Start(self, self.processes)
+        self.ending: Ending = Ending(self, self.processes, self.retirements, self._own_view)
         self.starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.
         self._n_starting = 0
@@ -848,9 +834,7 @@ class CMLCluster(SpecCluster):
 
     async def _retire_unwanted(self) -> list[CMLWorker]:
         """Let workers that are not in ``worker_spec`` move their data. Return those without any."""
-        await self.processes.close_others(
-            [name for name in self.processes.others if name not in self.worker_spec]
-        )
+        await self.processes.close_others(unwanted=True)
         connected = connected_names(self)
         unwanted = self.retirements.unwanted
         holding = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
@@ -863,13 +847,13 @@ class CMLCluster(SpecCluster):
     async def _stop_unwanted(self, retired: Sequence[CMLWorker]) -> None:
         """Stop the sessions of retired workers, and those without a worker."""
         ids = {str(worker.session_id) for worker in retired}
-        await self.adoption.find_sessions()
+        await self.processes.find_sessions()
         if not self.keeps:  # another process may use these workers by now
             return
-        to_stop = self._own_view.unused.keys() | (ids & {*self.api.live})
+        to_stop = self.processes.unused.keys() | (ids & {*self.api.live})
         if not to_stop:
             self.api.settle("stop")
-        await self.stops.start(to_stop)
+        await self.processes.stop(to_stop)
         await self.sharing.note(self.processes.launched)
         for worker in [worker for worker in retired if worker.session_id not in self.api.live]:
             # With scale(0), the last worker is connected until its session has ended.
@@ -881,69 +865,10 @@ class CMLCluster(SpecCluster):
 
     async def _launch_missing(self) -> None:
         """Launch the wanted workers that have no session, as far as their groups' backoffs allow it."""
-        ready = self.launches.ready
-        if ready:
-            await self.launches.start(ready)
-        elif not self.launches.under_way:
+        if ready := self.processes.ready:
+            await self.processes.launch(ready)
+        elif not self.processes.launching:
             self.api.settle("launch")
-
-    async def launch_worker(self, name: str, worker: Any = None) -> None:
-        """Launch the session of a wanted worker, as its spec says: :meth:`CMLWorker.start` does.
-
-        Parameters
-        ----------
-        name : str
-            Its name in ``worker_spec``.
-        worker : ProcessInterface, optional
-            The worker. Default: a new one.
-
-        Raises
-        ------
-        CMLError
-            If the platform refuses the launch, or does not answer.
-        """
-        spec = self.worker_spec.get(name)
-        if spec is None:  # a user has scaled down in another thread
-            return
-        if worker is None:
-            worker = self.make_worker(name, spec)
-        await worker
-        if name not in self.workers:  # else its session was found meanwhile
-            await self.attach(name, worker)
-            self.sharing.event("launched", name)
-
-    def make_worker(self, name: str, spec: Mapping[str, Any]) -> Any:
-        """Return a worker of a spec that is not launched yet. A subclass may use any class.
-
-        Parameters
-        ----------
-        name : str
-            Its name.
-        spec : mapping
-            Its spec, in the form of SpecCluster.
-        """
-        self.groups.given([name])
-        address = None if self.scheduler is None else self.scheduler.address
-        cls, arguments = class_of(spec), {"name": name, **spec.get("options", {})}
-        if isinstance(cls, type) and issubclass(cls, CMLWorker):
-            arguments["worker_group"] = spec.get("worker_group", DEFAULT_GROUP)
-        return cls(address, **arguments)
-
-    async def attach(self, name: str, worker: Any) -> None:
-        """Enter a launched worker into the cluster.
-
-        Parameters
-        ----------
-        name : str
-            Its name.
-        worker : ProcessInterface
-            The worker.
-        """
-        self.workers[name] = worker
-        self._created.add(worker)
-        worker._cluster = ref(self)  # as SpecCluster does
-        if isinstance(worker, CMLProcess):  # a subclass may use any class
-            await self.sharing.launched(worker)
 
     # -- the look
 
@@ -963,7 +888,7 @@ class CMLCluster(SpecCluster):
         """Cancel the looks, the steps and the launches of this process."""
         self._correct_state_waiting = None  # a step that is cancelled before it begins does not do it
         await cancel(self._looking, *self._steps)
-        await self.launches.stop()
+        await self.processes.stop_launching()
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -973,7 +898,7 @@ class CMLCluster(SpecCluster):
                 await self._look()
                 if any(worker.phase is Phase.LAUNCHED for worker in self.processes.wanted()):
                     interval = timing.starting_look
-                interval = min(interval, self.launches.pause)
+                interval = min(interval, self.processes.pause)
                 self.messages.failure = None
             except Exception as error:  # a programming error, or of a subclass
                 if self.messages.failure is None:
@@ -1294,7 +1219,7 @@ class CMLCluster(SpecCluster):
         await self.connection.unsubscribe()
         self.worker_spec.clear()
         if self.is_keeper:
-            await self.processes.close_others(self.processes.others)
+            await self.processes.close_others()
         if isinstance(self.scheduler, CMLScheduler):
             self.scheduler.status = Status.closed
         for worker in [*self.workers.values()]:

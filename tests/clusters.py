@@ -363,16 +363,16 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "takes the board": (lambda cluster: cluster.sharing, "_take_board"),
     "waits until all is written": (lambda cluster: cluster.sharing, "written"),
     "follows the board": (lambda cluster: cluster.sharing._follower, "take"),
-    "forgets failures": (lambda cluster: cluster.launches, "begin_anew"),
+    "forgets failures": (lambda cluster: cluster.processes, "begin_anew"),
     # of the keeper
     "looks for losses": (lambda cluster: cluster.losses, "find"),
-    "looks for sessions": (lambda cluster: cluster.adoption, "find_sessions"),
+    "looks for sessions": (lambda cluster: cluster.processes, "find_sessions"),
     "looks for absent workers": (lambda cluster: cluster.processes, "absent"),
     "asks whether a group adapts": (lambda cluster: cluster.groups, "adapts"),
     "resizes a group": (lambda cluster: cluster.groups, "resize"),
     "drops workers": (lambda cluster: cluster.groups, "drop"),
     "notes a launch": (lambda cluster: cluster.sharing, "launched"),
-    "stops sessions": (lambda cluster: cluster.stops, "start"),
+    "stops sessions": (lambda cluster: cluster.processes, "stop"),
     "writes the record": (lambda cluster: cluster.sharing._keeper.journal, "write"),
     "asks for data to move": (lambda cluster: cluster.ending, "_data_to_move"),
 }
@@ -414,9 +414,14 @@ def forget_session(cluster: CMLCluster, session: str) -> None:
     cluster.api.forget(session)
 
 
+async def launch_worker(cluster: CMLCluster, name: str) -> None:
+    """Launch a worker, if it is wanted."""
+    await cluster.processes.launch_one(name)
+
+
 def start_time(cluster: CMLCluster, group: str) -> float:
     """Return how long sessions of a group take to start, as far as this process knows."""
-    return cluster.launches.start_time(group)
+    return cluster.processes.start_time(group)
 
 
 async def n_supplied(cluster: CMLCluster, group: str) -> int:

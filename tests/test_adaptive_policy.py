@@ -69,7 +69,7 @@ class Simulation:
         self.task_ends, self.arrivals, self.workers, self.connected = {}, {}, {}, []
         self.launched = self.closed = self.closed_while_starting = 0
         self.session_seconds = 0.0
-        self.options = self.demand = self.launches = self.processes = self.retirements = self
+        self.options = self.demand = self.processes = self.retirements = self
         self.groups = Groups(self)
         self.woken = asyncio.Event()
         self.launch(n_workers)

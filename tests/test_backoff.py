@@ -10,7 +10,9 @@ from clusters import arrived, log_of, rebuild, simulate, who_gave_up
 from simulated.testing import eventually, simulated
 
 from dask_cml.core import backoff as module
-from dask_cml.core.backoff import Backoff
+from dask_cml.core.losses import Losses
+from dask_cml.core.workers import Workers
+from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.sessions.causes import Cause, Loss
 
 KILLED = Loss(Cause.KILLED, "evicted or killed by the platform")
@@ -32,14 +34,47 @@ def lines():
 
 
 @pytest.fixture
-def backoff(clock, lines):
-    return Backoff("cluster mine", "`dask cml scale mine N`", lines.append, limit=5, quota_pause=60.0)
+def workers(clock, lines):
+    groups = SimpleNamespace(workers=lambda _: [f"mine-{n}" for n in range(5)], adapts=lambda _: False)
+    options = SimpleNamespace(name="mine")
+    return Workers(SimpleNamespace(options=options, groups=groups, workers={}, tell=lines.append))
 
 
-def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_one(backoff, clock):
+@pytest.fixture
+def backoff(workers):
+    return workers.backoff()
+
+
+@pytest.fixture
+def lose(workers):
+    def lose(losses, began=math.inf, lasted=0.0):
+        lost = SimpleNamespace(launched_at=began, connected_for=lasted)
+        Losses(workers._cluster, workers)._count("default", losses, [lost])
+
+    return lose
+
+
+@pytest.fixture
+def refuse(workers):
+    def refuse():
+        workers._cluster.workers = dict.fromkeys(["mine-0", "mine-1", "mine-2"])
+        workers._count("default", [], [LaunchRefused("mine-3", "quota")], math.inf)
+
+    return refuse
+
+
+@pytest.fixture
+def fail(workers):
+    def fail(n=1, began=math.inf):
+        workers._count("default", [], [CMLError("it ended")] * n, began)
+
+    return fail
+
+
+def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_one(backoff, clock, fail):
     pauses = []
     for _ in range(4):
-        backoff.failed("it ended", 1)
+        fail()
         pauses.append(backoff.pause)
     assert pauses == [0, 2, 4, 8]
     clock.now += 7.5
@@ -48,43 +83,43 @@ def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_o
     assert backoff.pause == 0
 
 
-def test_workers_are_replaced_however_often_tasks_have_ended_some(backoff):
+def test_workers_are_replaced_however_often_tasks_have_ended_some(backoff, lose):
     for _ in range(2000):
-        backoff.lost({"mine-0": OUT_OF_MEMORY})
+        lose({"mine-0": OUT_OF_MEMORY})
     assert 0 < backoff.pause <= 60
 
 
-def test_a_failure_is_a_problem_until_a_worker_connects(backoff, lines, clock):
-    backoff.failed("it ended", 3)
+def test_a_failure_is_a_problem_until_a_worker_connects(backoff, lines, clock, fail):
+    fail(3)
     assert lines == ["Worker failed: it ended (and 2 more)"]
     assert backoff.words == "it ended (and 2 more)"
     backoff.arrived(clock.now)
     assert backoff.words is None
 
 
-def test_after_too_many_failures_in_a_row_nothing_is_launched(backoff, lines):
+def test_after_too_many_failures_in_a_row_nothing_is_launched(backoff, lines, fail):
     for _ in range(5):
         assert not backoff.gave_up
-        backoff.failed("it ended", 1)
+        fail()
     assert backoff.pause == math.inf
     assert backoff.words == "no new workers after 5 failures in a row: it ended"
     assert lines[-1] == f"Cluster mine launches {backoff.words}. To try again, run `dask cml scale mine N`"
 
 
-def test_launches_that_began_together_and_fail_one_by_one_count_once(backoff, lines, clock):
+def test_launches_that_began_together_and_fail_one_by_one_count_once(backoff, lines, clock, fail):
     began = clock.now
     for _ in range(9):
         clock.now += 1
-        backoff.failed("it ended", 1, began)
+        fail(1, began)
     assert (len(lines), backoff.pause, backoff.gave_up) == (9, 0, False)
-    backoff.failed("it ended", 1, clock.now)
+    fail(1, clock.now)
     assert backoff.pause == 2
 
 
-def test_a_refusal_is_reported_once_and_retried_later(backoff, lines, clock):
+def test_a_refusal_is_reported_once_and_retried_later(backoff, lines, clock, refuse):
     assert backoff.affordable(9, 3, []) == 9
     for _ in range(2):
-        backoff.refused(3, 5, "quota")
+        refuse()
     assert lines == ["Cluster mine launched 3 of 5 workers: quota"]
     assert backoff.affordable(9, 3, []) == 3
     clock.now += 61
@@ -95,15 +130,15 @@ def test_a_refusal_is_reported_once_and_retried_later(backoff, lines, clock):
     assert backoff.words is None
 
 
-def test_a_refusal_after_a_failure_is_the_problem_until_the_next_failure(backoff):
-    backoff.failed("it ended", 1)
-    backoff.refused(3, 5, "quota")
+def test_a_refusal_after_a_failure_is_the_problem_until_the_next_failure(backoff, fail, refuse):
+    fail()
+    refuse()
     assert backoff.words == "3 of 5 workers launched: quota"
-    backoff.failed("it ended", 1)
+    fail()
     assert backoff.words == "it ended"
     for _ in range(3):
-        backoff.failed("it ended", 1)
-    backoff.refused(3, 5, "quota")
+        fail()
+    refuse()
     assert "no new workers after 5 failures" in backoff.words
 
 
@@ -115,69 +150,69 @@ def test_nothing_more_is_launched_while_sessions_have_waited_long_for_room(backo
 # -- by the causes of losses
 
 
-def test_workers_that_connect_and_are_killed_at_once_are_not_replaced_for_ever(backoff, clock):
+def test_workers_that_connect_and_are_killed_at_once_are_not_replaced_for_ever(backoff, clock, lose):
     pauses = []
     while not backoff.gave_up:
         clock.now += 1
         backoff.arrived(clock.now)
-        backoff.lost({"mine-0": KILLED})
+        lose({"mine-0": KILLED})
         pauses.append(backoff.pause)
     assert pauses == [0, 2, 4, 8, math.inf]
 
 
-def test_a_connection_forgets_earlier_failures_after_a_while(backoff, clock):
+def test_a_connection_forgets_earlier_failures_after_a_while(backoff, clock, lose):
     for _ in range(20):
         backoff.arrived(clock.now)
         clock.now += 31
-        backoff.lost({"mine-0": KILLED})
+        lose({"mine-0": KILLED})
     assert not backoff.gave_up
 
 
-def test_the_pauses_grow_while_connections_last_for_a_few_minutes(backoff, clock):
+def test_the_pauses_grow_while_connections_last_for_a_few_minutes(backoff, clock, lose):
     pauses = []
     for lasts in (31, 31, 31, 599, 601, 31):
         backoff.arrived(clock.now)
         clock.now += lasts
-        backoff.lost({"mine-0": KILLED})
+        lose({"mine-0": KILLED})
         pauses.append(backoff.pause)
     assert pauses == [0, 2, 4, 8, 0, 2]
 
 
-def test_workers_that_were_launched_before_others_failed_do_not_count_again(backoff, clock, lines):
+def test_workers_that_were_launched_before_others_failed_do_not_count_again(backoff, clock, lines, lose):
     """The nodes of a cluster may be drained one by one."""
     began = clock.now
     clock.now += 3600
     for n in range(9):
         clock.now += 2
-        backoff.lost({f"mine-{n}": EVICTED}, began, lasted=3600)
+        lose({f"mine-{n}": EVICTED}, began, lasted=3600)
     assert (backoff.pause, backoff.gave_up, len(lines)) == (0, False, 9)
 
 
-def test_workers_that_are_lost_long_after_their_launch_are_no_failures_in_a_row(backoff, clock):
+def test_workers_that_are_lost_long_after_their_launch_are_no_failures_in_a_row(backoff, clock, lose):
     """In a large cluster, workers are lost and others connect all the time."""
     for _ in range(9):
         backoff.arrived(clock.now)
         clock.now += 5
-        backoff.lost({"mine-0": EVICTED}, clock.now - 60, lasted=40)
+        lose({"mine-0": EVICTED}, clock.now - 60, lasted=40)
         clock.now += 60
     assert not backoff.gave_up
 
 
-def test_sessions_that_end_by_a_task_wait_longer_and_longer_but_are_always_replaced(backoff, clock):
+def test_sessions_that_end_by_a_task_wait_longer_and_longer_but_are_always_replaced(backoff, clock, lose):
     pauses = []
     for _ in range(20):
         backoff.arrived(clock.now)
-        backoff.lost({"mine-0": OUT_OF_MEMORY})
+        lose({"mine-0": OUT_OF_MEMORY})
         pauses.append(backoff.pause)
     assert pauses[:5] == [0, 2, 4, 8, 16]
     assert max(pauses) == 60
     assert not backoff.gave_up
 
 
-def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, lines):
+def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, lines, lose):
     for _ in range(5):
         assert not backoff.gave_up
-        backoff.lost({"mine-0": OUT_OF_MEMORY, "mine-1": KILLED})
+        lose({"mine-0": OUT_OF_MEMORY, "mine-1": KILLED})
     assert backoff.gave_up
     assert lines[:2] == [
         "Worker mine-0 lost: out of memory; launching a replacement",
@@ -185,28 +220,28 @@ def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, lines):
     ]
 
 
-def test_a_session_that_a_user_closed_is_replaced_at_once(backoff, lines):
+def test_a_session_that_a_user_closed_is_replaced_at_once(backoff, lines, lose):
     for _ in range(20):
-        backoff.lost({"mine-0": CLOSED})
+        lose({"mine-0": CLOSED})
     assert (backoff.pause, backoff.words) == (0, None)
     assert lines[0] == "Worker mine-0 closed; launching a replacement"
 
 
 @pytest.mark.parametrize("loss", [EVICTED, ENDED])
-def test_sessions_that_are_evicted_or_end_by_themselves_are_not_replaced_for_ever(backoff, loss):
+def test_sessions_that_are_evicted_or_end_by_themselves_are_not_replaced_for_ever(backoff, loss, lose):
     pauses = []
     while not backoff.gave_up:
-        backoff.lost({"mine-0": loss})
+        lose({"mine-0": loss})
         pauses.append(backoff.pause)
     assert pauses == [0, 2, 4, 8, math.inf]
 
 
-def test_a_replacement_is_announced_only_if_it_is_launched(backoff, lines):
+def test_a_replacement_is_announced_only_if_it_is_launched(backoff, lines, lose):
     while not backoff.gave_up:
         assert all("; launching a replacement" in line for line in lines)
-        backoff.lost({"mine-0": KILLED, "mine-1": CLOSED})
+        lose({"mine-0": KILLED, "mine-1": CLOSED})
     assert lines[-3:-1] == [f"Worker mine-0 lost: {KILLED.words}", "Worker mine-1 closed"]
-    backoff.lost({"mine-2": CLOSED})
+    lose({"mine-2": CLOSED})
     assert lines[-1] == "Worker mine-2 closed"
 
 
@@ -246,8 +281,8 @@ async def test_the_problems_of_a_deleted_group_are_forgotten(it):
         await eventually(lambda: arrived(cluster) == 2)
 
 
-def test_a_refusal_is_no_problem_while_adaptive_scaling_wants_no_more_than_was_launched(backoff):
-    backoff.refused(3, 5, "quota")
+def test_a_refusal_is_no_problem_while_adaptive_scaling_wants_no_more_than_was_launched(backoff, refuse):
+    refuse()
     assert backoff.affordable(9, 3, []) == 3
     assert backoff.words == "3 of 5 workers launched: quota"
     assert backoff.affordable(2, 3, []) == 2

@@ -31,6 +31,7 @@ from clusters import (
     arrived,
     board_of,
     end,
+    launch_worker,
     limits,
     rebuild,
     scheduler_number,
@@ -654,7 +655,7 @@ async def test_plan_requested_and_observed_differ_while_workers_start(it):
 @simulated
 async def test_the_launch_of_a_worker_that_nobody_wants_any_more_launches_nothing(it):
     async with simulate(name="mine") as cluster:
-        await cluster.launch_worker("mine-0")  # which another thread has dropped a moment before
+        await launch_worker(cluster, "mine-0")  # which another thread has dropped a moment before
         assert it.platform.count("launch_workers") == 1
 
 

@@ -31,7 +31,7 @@ from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
-from dask_cml.core.launches import Launches
+from dask_cml.core.workers import Workers
 from dask_cml.records import store
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker
@@ -410,7 +410,7 @@ async def test_a_look_that_fails_anywhere_is_followed_by_the_next(it, monkeypatc
     async with simulate(name="mine", n_workers=1) as cluster:
         await eventually(lambda: has(cluster, 1))
         with monkeypatch.context() as patch:
-            patch.setattr(Launches, "pause", property(pause))
+            patch.setattr(Workers, "pause", property(pause))
             await eventually(lambda: len(failing) > 2)
             assert caplog.text.count("Cannot manage cluster mine") == 1
             assert cluster.problem == "cannot manage the cluster: KeyError('default')"
@@ -435,10 +435,10 @@ def test_a_user_scales_while_the_keeper_asks_for_a_groups_pause():
 
     names = SimpleNamespace(names=["default"])
     cluster = SimpleNamespace(groups=names, options=SimpleNamespace(name="mine"), tell=print)
-    launches = Launches(cluster, SimpleNamespace())
-    launches.backoff()
-    launches._backoffs = Racing(launches._backoffs)
-    assert launches.pause == float("inf")
+    workers = Workers(cluster)
+    workers.backoff()
+    workers._backoffs = Racing(workers._backoffs)
+    assert workers.pause == float("inf")
 
 
 @simulated

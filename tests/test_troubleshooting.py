@@ -36,7 +36,8 @@ from dask_cml import (
     SessionFailed,
     output,
 )
-from dask_cml.core.backoff import Backoff
+from dask_cml.core.losses import Losses
+from dask_cml.core.workers import Workers
 from dask_cml.layout import STARTED_FOLDER
 from dask_cml.local import processes
 from dask_cml.options import SessionSize, state_directory
@@ -344,7 +345,8 @@ async def test_the_page_lists_the_message_about_a_name_that_was_taken(it, seen):
 )
 def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
     last = {"memory": GIB // 8, "limit": GIB, "spilled": 0, "max_spill": None, "tasks": ["train-1"]}
-    backoff = Backoff("cluster night", "`dask cml scale night N`", seen.append, limit=5, quota_pause=60.0)
+    cluster = SimpleNamespace(options=SimpleNamespace(name="night"), tell=seen.append)
+    losses = Losses(cluster, Workers(cluster))
     for log in (
         [f"[memory: {GIB} of {GIB} bytes]"],
         ["[scratch: 9500000000 of 10000000000 bytes]"],
@@ -352,7 +354,7 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
         ["[dask worker exited with status -7]"],
     ):
         loss = find_cause(last, log, connected=True, noticed=False, closed=False, said="failed")
-        backoff.lost({"night-1": loss})
+        losses._count("default", {"night-1": loss}, [])
     health = Health()
     full = {**last, "memory": GIB, "expected": False, "noticed": False}
     address = "tls://100.66.0.18:1234"

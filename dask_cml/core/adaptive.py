@@ -247,7 +247,7 @@ class CMLAdaptive(Adaptive):
         # Groups that adapt share one answer of the scheduler.
         snapshot = await self.cluster.demand.snapshot(max_age=(self.interval or 0.0) / 2)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
-        start_time = self.cluster.launches.start_time(self._group)
+        start_time = self.cluster.processes.start_time(self._group)
         self._pauses.note(snapshot.has_work(self._group), now)
         if self.interval:
             self.wait_count = self._least_wait_count
@@ -278,7 +278,7 @@ class CMLAdaptive(Adaptive):
             return len(self.plan)
         if self._group not in self.cluster.groups or not self.cluster.keeps:
             return len(self.plan)
-        return int(self.cluster.launches.affordable(target, self._group))
+        return int(self.cluster.processes.affordable(target, self._group))
 
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close so that `target` remain."""

@@ -217,7 +217,7 @@ class Alone:
         object
             The argument of :meth:`wait`.
         """
-        self._cluster.launches.begin_anew(group)
+        self._cluster.processes.begin_anew(group)
         return None
 
     def wait(self, asked: Any) -> Any:
@@ -260,7 +260,7 @@ class Alone:
             If the scheduler does not answer.
         """
         self._cluster.groups.remove(name)
-        self._cluster.launches.begin_anew(name)
+        self._cluster.processes.begin_anew(name)
 
     async def never_orphan(self) -> None:
         """Let the cluster run on without a user.

@@ -19,16 +19,13 @@ from distributed.core import Status
 
 from dask_cml import output, protocol
 from dask_cml.cancellation import cancel, within
-from dask_cml.core.adoption import Adoption
 from dask_cml.core.alone import How
 from dask_cml.core.at_exit import no_longer_end_at_exit
 from dask_cml.core.interface import Cluster
-from dask_cml.core.launches import Launches
 from dask_cml.core.own_log import write_own_log
-from dask_cml.core.processes import Processes, connected_names
 from dask_cml.core.retirement import Retirements
-from dask_cml.core.stops import Stops
 from dask_cml.core.view import View
+from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import Logger
@@ -50,7 +47,7 @@ class Ending:
     ----------
     cluster : Cluster
         The cluster.
-    processes, launches, retirements, stops, view, adoption
+    processes, retirements, view
         Its parts.
 
     Attributes
@@ -61,23 +58,13 @@ class Ending:
         Whether this process leaves, and does first what it was asked for.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        processes: Processes,
-        launches: Launches,
-        retirements: Retirements,
-        stops: Stops,
-        view: View,
-        adoption: Adoption,
-    ) -> None:
+    def __init__(self, cluster: Cluster, processes: Workers, retirements: Retirements, view: View) -> None:
         self.how: How | None = None
         self.finishes = False
         self._name = cluster.options.name
         self._pid = os.getpid()
-        self._cluster, self._processes, self._launches = cluster, processes, launches
-        self._retirements, self._stops, self._view = retirements, stops, view
-        self._adoption = adoption
+        self._cluster, self._processes = cluster, processes
+        self._retirements, self._view = retirements, view
         self._task: asyncio.Task[None] | None = None
         #: What waits for a file system that hangs.
         self._writing: set[asyncio.Future[None]] = set()
@@ -188,10 +175,8 @@ class Ending:
 
     async def stop_waiting(self) -> None:
         """Stop waiting for launches, workers and sessions."""
-        await self._launches.stop()
-        self._adoption.take_connected()  # other processes are to find the sessions of the workers
+        await self._processes.close()
         await self._retirements.close()
-        await self._stops.close()
 
     def _forget_sessions(self) -> None:
         """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
@@ -229,11 +214,11 @@ class Ending:
 
     async def stop_all(self, sessions: Mapping[str, str]) -> None:
         """Stop all sessions, among them these, for another scheduler. The next step tries again."""
-        await self._processes.close_others(self._processes.others)
+        await self._processes.close_others()
         await self._retirements.close()
         for session, name in sessions.items():
             self._cluster.api.adopt(session, name)
-        await self._stops.start({*self._cluster.api.live})
+        await self._processes.stop({*self._cluster.api.live})
 
     async def yield_sessions(self) -> None:
         """Leave the sessions to another process that keeps the cluster now, and stop nothing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distributed.core import Status
@@ -57,6 +56,7 @@ class Cluster(Protocol):
     scheduler_info: Any
     worker_spec: dict[Any, Any]
     workers: dict[Any, Any]
+    _created: Any
 
     @property
     def asynchronous(self) -> bool:
@@ -72,15 +72,6 @@ class Cluster(Protocol):
 
     async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`dask_cml.rpc.ask`."""
-
-    async def launch_worker(self, name: str, worker: Any = None) -> None:
-        """Launch the session of a wanted worker."""
-
-    def make_worker(self, name: str, spec: Mapping[str, Any]) -> Any:
-        """Return a worker of a spec that is not launched yet."""
-
-    async def attach(self, name: str, worker: Any) -> None:
-        """Enter a launched worker into the cluster."""
 
     async def start_dask(self) -> None:
         """Follow the scheduler's workers by Dask's own code."""

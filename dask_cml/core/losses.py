@@ -13,11 +13,9 @@ import dask.config
 from dask.utils import parse_timedelta
 
 from dask_cml import protocol
-from dask_cml.core.adoption import Adoption
 from dask_cml.core.interface import Cluster
-from dask_cml.core.launches import Launches
-from dask_cml.core.processes import Processes, connected_names
 from dask_cml.core.retirement import drop
+from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import Logger
@@ -31,6 +29,8 @@ logger = Logger(__name__)
 
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
+#: The causes of a session's end that are no failures.
+_NO_FAILURES = (Cause.CLOSED, Cause.NAME_TAKEN)
 #: The names of the events of which other processes learn.
 _EVENTS = {Phase.QUEUED: "waiting", Phase.RUNNING: "running"}
 
@@ -42,15 +42,12 @@ class Losses:
     ----------
     cluster : Cluster
         The cluster.
-    processes, launches, adoption
-        Its parts.
+    processes : Workers
+        Its sessions.
     """
 
-    def __init__(
-        self, cluster: Cluster, processes: Processes, launches: Launches, adoption: Adoption
-    ) -> None:
-        self._cluster, self._processes, self._launches = cluster, processes, launches
-        self._adoption = adoption
+    def __init__(self, cluster: Cluster, processes: Workers) -> None:
+        self._cluster, self._processes = cluster, processes
         self._watch_interval: float = setting("api.watch-interval")
         #: When the platform has listed the sessions last.
         self._listed = -math.inf
@@ -80,7 +77,7 @@ class Losses:
         if listing is None:
             return {}
         self._listed = time.monotonic()
-        self._adoption.take_connected()
+        self._processes.take_connected()
         dead: set[str] = set()
         for process in self._processes.launched:
             if process.update(listing) and isinstance(process, CMLWorker):
@@ -90,7 +87,7 @@ class Losses:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
             await drop(self._cluster, dead)
         incomplete = self._note_connected(self._processes.wanted(), dead)
-        await self._adoption.take_started(incomplete, listing)
+        await self._processes.take_started(incomplete, listing)
         losses = await find_losses(incomplete, self._cluster.ask)
         connected = connected_names(self._cluster)  # a worker may have come back before the answers
         running = [worker for worker in incomplete if not (worker.has_ended or worker.was_closed)]
@@ -105,10 +102,7 @@ class Losses:
             had_arrived = worker.has_arrived
             worker.note_connected(connected)
             if worker.has_arrived and not had_arrived:
-                group = self._cluster.groups.group_of(worker.name)
-                self._launches.backoff(group).arrived(time.monotonic())
-                if not worker.adopted:
-                    self._launches.note_start(group, worker.launched_for)
+                self._processes.note_arrival(worker)
             if not worker.is_complete:
                 incomplete.append(worker)
         return incomplete
@@ -120,15 +114,32 @@ class Losses:
         lost = {name: loss for name, loss in losses.items() if self._cluster.groups.replace(name)}
         for group in {groups[name] for name in lost}:
             of_group = {name: loss for name, loss in lost.items() if groups[name] == group}
-            known = [workers[name] for name in of_group if name in workers]
-            began = max((worker.launched_at or math.inf for worker in known), default=math.inf)
-            lasted = max((worker.connected_for for worker in known), default=0.0)
-            self._launches.backoff(group).lost(of_group, began, lasted)
+            self._count(group, of_group, [workers[name] for name in of_group if name in workers])
         for name, loss in lost.items():
             self._cluster.sharing.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
             # The log of a session that had no name is that of the session which had it first.
-            if name in workers and loss.cause not in (Cause.CLOSED, Cause.NAME_TAKEN):
+            if name in workers and loss.cause not in _NO_FAILURES:
                 await workers[name].note_loss(loss)
+
+    def _count(self, group: str, losses: Mapping[str, Loss], workers: Collection[CMLWorker]) -> None:
+        """Count workers of a group that were lost together as one failure, and tell the user."""
+        failures = {name: loss for name, loss in losses.items() if loss.cause not in _NO_FAILURES}
+        backoff, gives_up = self._processes.backoff(group), False
+        if failures:
+            name, loss = next(iter(failures.items()))
+            gives_up = backoff.failed(
+                f"worker {name} lost: {loss.words}",
+                len(failures),
+                max((worker.launched_at or math.inf for worker in workers), default=math.inf),
+                lasted=max((worker.connected_for for worker in workers), default=0.0),
+                counts=not all(loss.of_task for loss in failures.values()),
+            )
+        replacement = "" if backoff.gave_up else "; launching a replacement"
+        for name, loss in losses.items():
+            verb = "" if loss.cause in (*_NO_FAILURES, Cause.EVICTED) else "lost: "
+            self._cluster.tell(f"Worker {name} {verb}{loss.words}{replacement}")
+        if gives_up:
+            self._processes.tell_giving_up(group)
 
     def note_states(self) -> None:
         """Tell other processes which sessions have been queued, and which run, since the last call."""

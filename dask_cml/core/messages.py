@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dask_cml.core.interface import Cluster
 from dask_cml.core.policy import Demand, unrunnable
-from dask_cml.core.processes import Processes
+from dask_cml.core.workers import Workers
 from dask_cml.output import Logger
 from dask_cml.timing import timing
 from dask_cml.words import command
@@ -19,7 +19,7 @@ class Messages:
     ----------
     cluster : Cluster
         The cluster.
-    processes : Processes
+    processes : Workers
         Its sessions.
     demand : Demand
         Asks for the work.
@@ -34,7 +34,7 @@ class Messages:
         Why no worker can run some tasks, as a clause. None if workers can run all.
     """
 
-    def __init__(self, cluster: Cluster, processes: Processes, demand: Demand) -> None:
+    def __init__(self, cluster: Cluster, processes: Workers, demand: Demand) -> None:
         self._cluster, self._processes, self._demand = cluster, processes, demand
         self.failure: str | None = None
         self.outage: str | None = None

@@ -16,7 +16,7 @@ from distributed.protocol import pickle
 from dask_cml import protocol
 from dask_cml.cancellation import cancel
 from dask_cml.core.interface import Cluster
-from dask_cml.core.processes import Processes, connected_names
+from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import Logger
@@ -66,11 +66,11 @@ class Retirements:
     ----------
     cluster : Cluster
         The cluster.
-    processes : Processes
+    processes : Workers
         Its sessions.
     """
 
-    def __init__(self, cluster: Cluster, processes: Processes) -> None:
+    def __init__(self, cluster: Cluster, processes: Workers) -> None:
         self._cluster, self._processes = cluster, processes
         self._limit: float = setting("retire-timeout")
         self._tasks: set[asyncio.Task[None]] = set()

@@ -13,22 +13,15 @@ from distributed.worker import Worker
 from dask_cml.cancellation import cancel, gather_or_cancel
 from dask_cml.checks import message
 from dask_cml.core.interface import Cluster
-from dask_cml.core.launches import Launches
-from dask_cml.core.processes import Processes
+from dask_cml.core.workers import Workers
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError
 from dask_cml.options import Options
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place
-from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sessions.process import CMLScheduler, class_of
 from dask_cml.sessions.workers_api import WorkersAPI
-
-
-def class_of(spec: Mapping[str, Any]) -> Any:
-    """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
-    cls = spec["cls"]
-    return import_term(cls) if isinstance(cls, str) else cls
 
 
 def check_worker_class(options: Options) -> None:
@@ -67,12 +60,12 @@ class Start:
     ----------
     cluster : Cluster
         The cluster.
-    processes, launches
-        Its parts.
+    processes : Workers
+        Its sessions.
     """
 
-    def __init__(self, cluster: Cluster, processes: Processes, launches: Launches) -> None:
-        self._cluster, self._processes, self._launches = cluster, processes, launches
+    def __init__(self, cluster: Cluster, processes: Workers) -> None:
+        self._cluster, self._processes = cluster, processes
 
     async def run(self, *, strict: bool, display: bool = False) -> None:
         """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
@@ -101,7 +94,7 @@ class Start:
             await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
             for group in (options, *options.groups().values()):
                 await cluster.api.find_labels(group.launch_options)
-            workers = {name: cluster.make_worker(name, spec) for name, spec in specs.items()}
+            workers = {name: self._processes.make(name) for name in specs}
         shown = None
         if display:
             shown = StartDisplay(
@@ -130,7 +123,7 @@ class Start:
             launching = (
                 self._launch_strictly(workers)
                 if strict
-                else self._launches.start(self._launches.ready, unasked=True)
+                else self._processes.launch(self._processes.ready, unasked=True)
             )
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
             await gather_or_cancel(self._wait_and_join(scheduler), launching)
@@ -138,7 +131,7 @@ class Start:
         finally:
             await cancel(watching, showing, asking)
             if not has_started:
-                await self._launches.stop()
+                await self._processes.stop_launching()
             if shown is not None:
                 await shown.end(has_started)
         if shortage is not None:
@@ -164,7 +157,7 @@ class Start:
             if name not in self._cluster.worker_spec:
                 return
             try:
-                await self._cluster.launch_worker(name, workers[name])
+                await self._processes.launch_one(name, workers[name])
             except CMLError:
                 if name in self._cluster.worker_spec:
                     raise

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dask_cml.core.interface import Cluster
-from dask_cml.core.launches import Launches
 from dask_cml.core.messages import Messages
-from dask_cml.core.processes import Processes
 from dask_cml.core.retirement import Retirements
+from dask_cml.core.workers import Workers
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.session import Session
@@ -73,19 +72,18 @@ class View(Sessions):
     ----------
     cluster : Cluster
         The cluster.
-    processes, launches, retirements, messages
+    processes, retirements, messages
         Its parts.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        processes: Processes,
-        launches: Launches,
+        processes: Workers,
         retirements: Retirements,
         messages: Messages,
     ) -> None:
-        self._cluster, self._processes, self._launches = cluster, processes, launches
+        self._cluster, self._processes = cluster, processes
         self._retirements, self._messages = retirements, messages
 
     @property
@@ -113,30 +111,20 @@ class View(Sessions):
     # -- what the next steps do
 
     @property
-    def unused(self) -> dict[str, str]:
-        """The sessions without a process, such as the engines of refused launches, and their names."""
-        used = {process.info["id"] for process in self._processes.launched}
-        return {
-            session: name
-            for session, name in [*self._cluster.api.live.items()]
-            # A session that was just launched has no worker yet.
-            if session not in used and name not in self._launches.under_way
-        }
-
-    @property
     def to_launch(self) -> list[str]:
         """The wanted workers that are being launched, or that the next step launches."""
         wanted = self._cluster.worker_spec
-        return [name for name in self._launches.under_way if name in wanted] + self._launches.ready
+        ready = [name for names in self._processes.ready.values() for name in names]
+        return [name for name in self._processes.launching if name in wanted] + ready
 
     @property
     def to_stop(self) -> list[str]:
         """The sessions that the next steps are to stop, by their names."""
         cluster = self._cluster
         ended = {worker.name for worker in self._processes.workers() if worker.has_ended}
-        names = ({*cluster.workers} | {*self._launches.under_way}) - ended - cluster.worker_spec.keys()
+        names = ({*cluster.workers} | {*self._processes.launching}) - ended - cluster.worker_spec.keys()
         # Sessions without a worker, such as the engine of a refused launch.
-        names |= {*self.unused.values()}
+        names |= {*self._processes.unused.values()}
         for group in cluster.groups.names:
             if excess := cluster.groups.excess(group):  # the scheduler has not chosen yet
                 names |= {*cluster.groups.workers(group)[-excess:]}
@@ -157,12 +145,14 @@ class View(Sessions):
     @property
     def gave_up(self) -> Mapping[str, str]:
         """Why no more workers of some groups are launched, until a user scales them."""
-        return self._launches.gave_up
+        backoffs = self._processes.backoffs.items()
+        return {group: backoff.words or "" for group, backoff in backoffs if backoff.gave_up}
 
     @property
     def shortages(self) -> Mapping[str, str]:
         """Why the platform has launched only some workers of some groups."""
-        return self._launches.shortages
+        backoffs = self._processes.backoffs.items()
+        return {group: backoff.shortage for group, backoff in backoffs if backoff.shortage}
 
     @property
     def problem(self) -> str | None:
@@ -170,7 +160,7 @@ class View(Sessions):
         problems = (
             self._messages.failure,
             self._messages.outage,
-            self._launches.problem,
+            self._processes.problem,
             self._retirements.words,
             self._messages.unrunnable,
         )

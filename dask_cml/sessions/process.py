@@ -9,6 +9,8 @@ from collections.abc import Mapping, Set
 from typing import Any
 from urllib.parse import quote
 
+from distributed.utils import import_term
+
 from dask_cml.cancellation import first_of
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
@@ -44,6 +46,12 @@ def _read_started(place: Place, name: str) -> str | None:
         return read_file(place.folder / STARTED_FOLDER / quote(name, safe="")).decode(errors="replace")
     except FileNotFoundError:
         return None
+
+
+def class_of(spec: Mapping[str, Any]) -> Any:
+    """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
+    cls = spec["cls"]
+    return import_term(cls) if isinstance(cls, str) else cls
 
 
 class CMLScheduler(CMLProcess):

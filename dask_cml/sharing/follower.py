@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.objects import SchedulerInfo
 
-from dask_cml.core.processes import connected_names
 from dask_cml.core.view import Sessions
+from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import store

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_cml import protocol
 from dask_cml.core.adaptive import CMLAdaptive
-from dask_cml.core.processes import connected_names, said_by
+from dask_cml.core.workers import connected_names, said_by
 from dask_cml.errors import CMLError
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
@@ -93,7 +93,7 @@ class Keeper:
         changed = False
         with self._cluster.groups.changing():
             for name in self._cluster.groups.take(board.groups):
-                self._cluster.launches.begin_anew(name)
+                self._cluster.processes.begin_anew(name)
                 self.requests.pop(name, None)
                 self._own_changes.pop(name, None)
                 changed = True
@@ -101,7 +101,7 @@ class Keeper:
                 if self._has_own(name, group) or self.requests.get(name) == group.request:
                     continue
                 self.requests[name] = group.request
-                self._cluster.launches.begin_anew(name)
+                self._cluster.processes.begin_anew(name)
                 self._cluster.groups.add_own(name, group.own)
                 self._cluster.groups.resize(name, group.target, self._cluster.processes.absent(name))
                 self._adapt(name, group)
@@ -167,7 +167,7 @@ class Keeper:
             if not self._link.connected:
                 return
             board, changes, view = self._link.board, {}, self._cluster.view
-            launches = self._cluster.launches
+            processes = self._cluster.processes
             for group in self._cluster.groups.names:
                 request = self.requests.get(group)
                 if group in self._own_changes or group not in board.groups or request is None:
@@ -185,8 +185,8 @@ class Keeper:
                 wanted=self._cluster.groups.wanted(),
                 problem=view.problem,
                 gave_up=view.gave_up,
-                failures=launches.failures,
-                start_times=launches.start_times,
+                failures=processes.failures,
+                start_times=processes.start_times,
                 shortages=view.shortages,
                 requests={**self.requests},
                 staying=view.staying,
@@ -263,7 +263,7 @@ class Keeper:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
             return
         used = {str(process.session_id) for process in self._cluster.processes.launched}
-        used |= self._cluster.stops.under_way | self._cluster.api.stopped
+        used |= self._cluster.processes.stopping | self._cluster.api.stopped
         strays = {session: key for session, key in record.sessions.items() if session not in used}
         groups = {session: record.launches[session].worker_group(self._record.name) for session in strays}
         for info in [*self._cluster.scheduler_info["workers"].values()]:
@@ -282,7 +282,7 @@ class Keeper:
                 age = max(age, date - launch.launched)
             if age < timing.stray:
                 continue
-            if key in self._cluster.launches.under_way:  # it may be the session of this launch
+            if key in self._cluster.processes.launching:  # it may be the session of this launch
                 continue
             if await self._adopt_stray(session, key, launch):
                 continue
@@ -290,7 +290,7 @@ class Keeper:
             if key == SCHEDULER or key in self._cluster.workers or key in self._cluster.worker_spec:
                 self._cluster.api.adopt(session, key)  # the step stops what it knows and does not use
             else:
-                self._cluster.adoption.adopt_unwanted(session, key, groups[session], launch)
+                self._cluster.processes.adopt_unwanted(session, key, groups[session], launch)
 
     async def _adopt_stray(self, session: str, name: str, launch: Launch | None) -> bool:
         """Let a wanted worker be a session that no process uses, unless another session is the worker."""
@@ -298,13 +298,13 @@ class Keeper:
         if spec is None:
             return False
         known = self._cluster.workers.get(name)
-        worker = self._cluster.make_worker(name, spec) if known is None else known
+        worker = self._cluster.processes.make(name) if known is None else known
         if not isinstance(worker, CMLWorker):
             return False
         started = await worker.started_session()
         if started != session and not (started is None and known is None):
             return False
-        await self._cluster.adoption.adopt(worker, session, launch)
+        await self._cluster.processes.adopt(worker, session, launch)
         return True
 
     # -- in place of another keeper, and for another scheduler
@@ -323,13 +323,13 @@ class Keeper:
                 continue
             group = launch.worker_group(self._record.name)
             if group not in self._cluster.groups:
-                self._cluster.adoption.adopt_unwanted(launch.id, launch.key, group, launch)
+                self._cluster.processes.adopt_unwanted(launch.id, launch.key, group, launch)
                 continue
             board_group = self._link.board.groups.get(group, BoardGroup())
             spec = self._cluster.groups.spec(group, board_group.own.get(launch.key))
             with self._cluster.groups.changing():
                 self._cluster.worker_spec[launch.key] = spec
-            worker = self._cluster.make_worker(launch.key, spec)
+            worker = self._cluster.processes.make(launch.key)
             worker.adopt(launch.id, launch, runs_for=started.get(launch.id))
             self._cluster.workers[launch.key] = worker
         names = [name for worker in self._cluster.processes.workers() for name in worker.dask_names]

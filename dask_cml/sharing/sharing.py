@@ -248,7 +248,7 @@ class Sharing(Alone):
         if board.report:
             report = Report.read(board.report)
             failures = report.current(report.failures, board.groups)
-            self._cluster.launches.take_over(failures, report.gave_up, report.start_times)
+            self._cluster.processes.take_over(failures, report.gave_up, report.start_times)
         return Keeper(self._cluster, self.link, self.outbox, record)
 
     async def _connect(self) -> None:
