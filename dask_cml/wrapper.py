@@ -147,7 +147,7 @@ def run(
     passes_notice: bool = False,
     memory: int = 0,
     scratch: int = 0,
-    n_expanded: int = 0,
+    words: Sequence[str] = (),
     expanded_variables: str | None = None,
 ) -> None:
     """Run a program until it ends, and end what it has left running.
@@ -187,8 +187,8 @@ def run(
     scratch : int
         The session's scratch space in bytes. If the session must stop because the program's temporary files
         fill it, the log says so, and no data is moved. 0: do not check.
-    n_expanded : int
-        The number of the last arguments in which variables and ``~`` are expanded.
+    words : sequence of str
+        More arguments, in which variables and ``~`` are expanded.
     expanded_variables : str, optional
         The environment variable with further ones, as JSON, in which they are expanded.
 
@@ -204,12 +204,12 @@ def run(
         return
     output = Log(log)
     env, temporary = _environment(expanded_variables)
-    n = len(command) - n_expanded
-    if unset := [name for word in command[n:] for name in _names(word) if name not in env]:
-        why = f"${unset[0]} in its arguments is not set"
-        output.write(_not_started(program, why))
-        raise RuntimeError(f"{program} not started: {why}")
-    command = [*command[:n], *(_expand(word, env) for word in command[n:])]
+    for plain, braced in _VARIABLE.findall("\n".join(words)):
+        if (plain or braced) not in env:
+            why = f"${plain or braced} in its arguments is not set"
+            output.write(_not_started(program, why))
+            raise RuntimeError(f"{program} not started: {why}")
+    command = [*command, *(_expand(word, env) for word in words)]
     if timeout and scheduler_file in (_list(folder) or []):
         # The session was queued while the scheduler started. The last one of several equal options counts.
         command += ["--death-timeout", str(connect_timeout)]
@@ -247,9 +247,9 @@ def run(
     shutil.rmtree(temporary, ignore_errors=True)
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
     if process.returncode:
-        words = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
+        found = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
         lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
-        print(*map(words["printable"], lines), sep="\n", flush=True)
+        print(*map(found["printable"], lines), sep="\n", flush=True)
         raise RuntimeError(f"{program} failed with exit status {process.returncode}; its log is {log}")
 
 
@@ -269,11 +269,6 @@ def _environment(expanded_variables: str | None) -> tuple[dict[str, str], str]:
     for name, text in variables.items():  # in order: one may contain another one
         env[name] = _expand(text, env)
     return env, folder
-
-
-def _names(text: str) -> list[str]:
-    """Return the names of the variables in a text."""
-    return [match[1] or match[2] for match in _VARIABLE.finditer(text)]
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:

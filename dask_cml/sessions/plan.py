@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,8 +50,6 @@ _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 _SPILL_FOLDER = "DASK_TEMPORARY_DIRECTORY"
 #: Characters of a record's id in the name of a session on the platform.
 _ID_LENGTH = 6
-#: What a session expands in the values and words of a user: ``$NAME``, ``${NAME}`` and ``~``.
-_EXPANDS = re.compile(r"\$\{?[A-Za-z_]|(^|[:=])~([/:]|$)")
 #: The program of a session, which the session's kernel runs by its path.
 _WRAPPER = Path(__file__).parent.parent / "wrapper.py"
 
@@ -293,12 +290,11 @@ def _plan(
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
     session["name"] = quote(started, safe="")
     session["scheduler_file"] = scheduler_file(place.number)
-    session["command"] = [*command, *arguments, *words]
-    if any(map(_EXPANDS.search, words)):
-        session["n_expanded"] = len(words)
+    session["command"] = [*command, *arguments]
+    session["words"] = [*words] or None
     # Not as they are: the session could no longer know the value that a `$PATH` in PATH means.
     texts = {_SPILL_FOLDER: str(dask.config.get("temporary-directory", "")), **options.env}
-    expanded = {variable: text for variable, text in texts.items() if _EXPANDS.search(text)}
+    expanded = {variable: text for variable, text in texts.items() if "$" in text or "~" in text}
     if options.worker_class is not None and (folder := options.env.get(PROGRAM_FOLDER)):
         # `dask worker` imports the class before our module finds modules there.
         expanded["PYTHONPATH"] = f"{options.env.get('PYTHONPATH', '$PYTHONPATH')}:{folder}"
