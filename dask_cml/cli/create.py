@@ -15,20 +15,17 @@ from dask_cml.cli.console import cml, echo
 from dask_cml.words import command
 
 if TYPE_CHECKING:
-    from dask_cml.options.option import Option
+    from dask_cml.options.table import Option
 
 
-#: What help shows for the values of options, by their checks or JSON types.
+#: What help shows for the values of options, by their units or JSON types.
 _METAVARS = {
     "array": "ARGUMENTS",
-    "gibibytes": "SIZE",
-    "gibibytes_or_none": "SIZE",
+    "GiB": "SIZE",
     "integer": "INT",
-    "memory_reserve": "SIZE",
     "number": "NUMBER",
     "object": "NAME=VALUE",
-    "seconds": "DURATION",
-    "seconds_or_none": "DURATION",
+    "s": "DURATION",
 }
 #: What help shows for options whose values are several words.
 _EXAMPLES = {"worker-command": "dask cuda worker", "inherit": "sql kafka"}
@@ -93,7 +90,7 @@ def _option(option: Option, grouped: bool) -> click.Option:
         [f"--{key}/--no-{key}" if kind == "boolean" else f"--{key}"],
         default=None,
         help=text,
-        metavar=_METAVARS.get(option.check.__name__) or _METAVARS.get(kind),
+        metavar=_METAVARS.get(option.unit or kind),
         multiple=kind == "object",
         type=click.Choice(option.choices) if option.choices else None,
     )

@@ -15,7 +15,6 @@ from dask_cml.layout import PROGRAM_FOLDER
 from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
-from dask_cml.options.option import Argument
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, MOST_SESSIONS, OPTIONS
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class Options:
             else:
                 values[name] = setting(argument.key, values)
         for key, option in OPTIONS.items():  # before the keeper needs them
-            if not isinstance(option, Argument):
+            if not option.is_argument:
                 setting(key)
         options = cls(**values)
         options.groups()

@@ -8,26 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from dask_cml.checks import nearest
-from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
+from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, METHODS, NEEDLESS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-#: What other cluster managers call the limits of adaptive scaling.
-_MINIMUM = ("minimum_jobs", "minimum_workers", "min_workers", "n_min")
-_MAXIMUM = ("maximum_jobs", "maximum_workers", "max_workers", "n_max")
-_SET = "the cluster sets it"
-_RUNTIME = "a session runs on the runtime of the session that launches it: choose the runtime there"
-_PROJECT = "sessions run in the project of the session that launches them"
-#: Arguments of other cluster managers that a cluster does not need, and why.
-_NEEDLESS = {
-    **dict.fromkeys(("dashboard_address", "host", "interface", "port", "protocol", "scheduler_port"), _SET),
-    **dict.fromkeys(("container", "docker_image", "image", "runtime"), _RUNTIME),
-    **dict.fromkeys(("conda_env", "python", "virtualenv"), _RUNTIME),
-    **dict.fromkeys(("namespace", "project"), _PROJECT),
-    "walltime": "a worker session has no time limit: for the cluster, set idle_timeout; for a worker, pass "
-    "worker_args=['--lifetime', '1 hour']",
-}
 
 
 def takes_options(names: Collection[str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -85,11 +69,11 @@ def unexpected_argument(function: str, name: str, arguments: Sequence[str]) -> s
     "CMLCluster() got an unexpected keyword argument 'memory_limit': expected memory"
     """
     elsewhere = {argument.name: argument.elsewhere for argument in ARGUMENTS.values()}
-    n = ("n_workers", *elsewhere["n_workers"])
-    elsewhere |= {"n": n, "minimum": (*_MINIMUM, "n", *n), "maximum": (*_MAXIMUM, "n", *n)}
+    n = ["n", "n_workers", *elsewhere["n_workers"]]
+    elsewhere |= {"n": n} | {argument: [*names, *n] for argument, names in METHODS.items()}
     here = [argument for argument in arguments if name in elsewhere.get(argument, ())]
-    if name in _NEEDLESS:
-        here = [f"none, because {_NEEDLESS[name]}"]
+    if name in NEEDLESS:
+        here = [f"none, because {NEEDLESS[name]}"]
     expected = " or ".join(here) or nearest(name, arguments)
     return f"{function}() got an unexpected keyword argument {name!r}: expected {expected}"
 

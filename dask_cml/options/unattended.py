@@ -12,8 +12,7 @@ from typing import Any
 import dask.config
 
 from dask_cml.checks import NEVER
-from dask_cml.options.option import Argument, Option
-from dask_cml.options.table import OPTIONS
+from dask_cml.options.table import OPTIONS, Option
 
 #: Default idle time after which an unattended cluster shuts down.
 _IDLE_TIMEOUT = "1 hour"
@@ -102,7 +101,7 @@ def settings(values: dict[str, Any]) -> dict[str, Any]:
     TypeError, ValueError
         If a value is invalid.
     """
-    names = [name for name in values if not isinstance(_OFFERED[name], Argument)]
+    names = [name for name in values if not _OFFERED[name].is_argument]
     return {f"cml.{_OFFERED[name].key}": _OFFERED[name].checked(name, values.pop(name), {}) for name in names}
 
 

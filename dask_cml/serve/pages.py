@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
-from dask_cml.options.option import Argument
+from dask_cml.options.table import Option
 from dask_cml.options.unattended import offered_options, typed
 from dask_cml.records.history import where_logs_are
 from dask_cml.records.usage import SessionHours
@@ -104,7 +104,7 @@ class NewCluster(ApiHandler):
         await self.create(form_arguments({name: str(text) for name, text in self.body().items()}))
 
 
-def form_sections() -> dict[str, list[Argument]]:
+def form_sections() -> dict[str, list[Option]]:
     """Return the options by heading. The usual options come first, below ``""``."""
     options = {option.key: option for option in _arguments()}
     sections = {"": [options.pop(key) for key in _USUAL]}
@@ -113,10 +113,10 @@ def form_sections() -> dict[str, list[Argument]]:
     return sections
 
 
-def _arguments() -> list[Argument]:
+def _arguments() -> list[Option]:
     """Return the options of the form."""
     # All clusters that the server creates have its configuration.
-    return [option for option in offered_options() if isinstance(option, Argument)]
+    return [option for option in offered_options() if option.is_argument]
 
 
 def form_arguments(texts: Mapping[str, str]) -> dict[str, Any]:

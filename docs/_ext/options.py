@@ -13,21 +13,17 @@ from sphinx.domains.std import ConfigurationValue
 from sphinx.util.docutils import SphinxDirective
 
 from dask_cml.options import table
-from dask_cml.options.option import Argument, Option
+from dask_cml.options.table import Option
 
-#: The types of options, by their checks or JSON types.
+#: The types of options, by their units or JSON types.
 _TYPES = {
     "array": "list of str",
     "boolean": "bool",
-    "gibibytes": "GiB as a number, or a str with a unit",
-    "gibibytes_or_none": "GiB as a number, or a str with a unit",
+    "GiB": "GiB as a number, or a str with a unit",
     "integer": "int",
-    "memory_reserve": "GiB as a number, or a str with a unit",
     "number": "float",
     "object": "dict",
-    "resources": "dict of str to float",
-    "seconds": "seconds as a number, or a str with a unit",
-    "seconds_or_none": "seconds as a number, or a str with a unit",
+    "s": "seconds as a number, or a str with a unit",
     "string": "str",
 }
 
@@ -36,7 +32,7 @@ class Options(SphinxDirective):
     """Insert all options."""
 
     def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(table.__file__))
+        self.env.note_dependency(str(table.SCHEMA))
         return self.parse_text_to_nodes("\n".join(lines()), allow_section_headings=True)
 
 
@@ -65,13 +61,13 @@ def lines() -> Iterator[str]:
 def described(option: Option) -> Iterator[str]:
     """Yield the lines that describe an option."""
     yield f"```{{confval}} cml.{option.key}"
-    if isinstance(option, Argument):
+    if option.is_argument:
         yield f":argument: {option.name}"
     yield f":type: {type_name(option)}"
     if option.default not in (None, [], {}):
         yield f":default: `{json.dumps(option.default)}`"
     yield ""
-    configuration_only = "" if isinstance(option, Argument) else " *Configuration only.*"
+    configuration_only = "" if option.is_argument else " *Configuration only.*"
     yield f"{option.description}{configuration_only}"
     yield from ("```", "")
 
@@ -80,7 +76,7 @@ def type_name(option: Option) -> str:
     """Return what an option may be, in words."""
     if option.choices:
         return " or ".join(f"`{json.dumps(value)}`" for value in option.choices)
-    return _TYPES.get(option.check.__name__) or _TYPES[option.kind]
+    return "dict of str to float" if option.key == "resources" else _TYPES[option.unit or option.kind]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
