@@ -54,7 +54,7 @@ from dask_cml.errors import (
 )
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import Options, SessionSize, state_directory
-from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attribute, takes_options
+from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attribute
 from dask_cml.options.limits import adaptive_bounds, check_new, check_room
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import Logger
@@ -234,7 +234,6 @@ class CMLCluster(SpecCluster):
     __setattr__ = set_attribute
 
     @checks_arguments
-    @takes_options(ARGUMENTS)
     def __init__(
         self,
         n_workers: int | None = None,
@@ -276,7 +275,8 @@ class CMLCluster(SpecCluster):
         quiet: bool = False,
         **kwargs: Any,
     ) -> None:
-        given = kwargs["given"]
+        given = {name: value for name, value in locals().items() if name in ARGUMENTS}
+        refuse_unexpected(CMLCluster.__init__, kwargs)
         if isinstance(n_workers, str) and not n_workers.isdecimal():
             expected = f"a whole number; to name the cluster, pass name={n_workers!r}"
             raise TypeError(message("n_workers", n_workers, expected))
@@ -648,7 +648,6 @@ class CMLCluster(SpecCluster):
     # -- worker groups
 
     @checks_arguments
-    @takes_options(GROUP_OPTIONS)
     def add_worker_group(
         self,
         name: str,
@@ -721,7 +720,9 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(2, worker_group="big")
         >>> cluster.delete_worker_group("big")
         """
-        options = self.options.of_group(kwargs["given"])
+        given = {option: value for option, value in locals().items() if option in GROUP_OPTIONS}
+        refuse_unexpected(self.add_worker_group, kwargs)
+        options = self.options.of_group(given)
         group_name("name", name)
         self.check_running(f"worker group {name!r} not added")
         self.api.check_options(options.launch_options)

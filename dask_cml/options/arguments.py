@@ -1,54 +1,13 @@
-"""The arguments in a call: the options among them, and those that a function does not have."""
+"""The arguments in a call that a function does not have, and options as attributes of a cluster."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from dask_cml.checks import nearest
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, METHODS, NEEDLESS
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def takes_options(names: Collection[str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a method name its options in its signature alone: it collects them as its argument `given`.
-
-    That is a mapping of the options in a call. Arguments that the method does not have are refused.
-
-    Parameters
-    ----------
-    names : collection of str
-        The names of the options.
-
-    Examples
-    --------
-    >>> @takes_options(["cpu", "memory"])
-    ... def launch(name, cpu=None, memory=None, **kwargs):
-    ...     return kwargs["given"]
-    >>> launch("lab", memory=2)
-    {'memory': 2}
-    """
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            refuse_unexpected(function, kwargs)
-            try:
-                arguments = signature.bind(*args, **kwargs).arguments
-            except TypeError:
-                return function(*args, **kwargs)  # which raises the error, with the name of the function
-            kwargs["given"] = {name: value for name, value in arguments.items() if name in names}
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 def unexpected_argument(function: str, name: str, arguments: Sequence[str]) -> str:
