@@ -99,9 +99,9 @@ class Losses:
         connected = connected_names(self._cluster) - dead
         incomplete = []
         for worker in workers:
-            had_arrived = worker.has_arrived
+            had_arrived = worker.arrived_at is not None
             worker.note_connected(connected)
-            if worker.has_arrived and not had_arrived:
+            if worker.arrived_at is not None and not had_arrived:
                 self._processes.note_arrival(worker)
             if not worker.is_complete:
                 incomplete.append(worker)

@@ -101,7 +101,6 @@ class CMLScheduler(CMLProcess):
         if self.launched_at is None:
             await self.launch()
         self.address = await first_of(self._wait_for_answer(), self._watch_session())
-        self._has_run = True
         self.info = {**self.info, "status": "running"}  # the platform's last list may be older
         self.start_time = self.launched_for
         await super().start()
@@ -133,7 +132,7 @@ class CMLScheduler(CMLProcess):
             return
         logger.info("Session %s of the scheduler used instead of %s", session, self.session_id)
         self.api.adopt(session, self.plan.name)
-        self.info, self.is_listed = {"id": session}, False
+        self.info, self.is_listed = {"id": session, "status": "starting"}, False
 
     async def _wait_for_answer(self) -> str:
         while True:
@@ -219,8 +218,8 @@ class CMLWorker(CMLProcess):
         The names of the Dask workers in the session.
     seen : set of str
         The names of its Dask workers that have been connected.
-    is_complete : bool
-        Whether all its Dask workers are connected.
+    arrived_at : float or None
+        When all its Dask workers were connected at once, for the first time.
     gone_since : float or None
         Since when a Dask worker has been missing, after all have been connected.
     """
@@ -246,19 +245,18 @@ class CMLWorker(CMLProcess):
         self._place = place
         self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()
-        self.is_complete = False
-        self._arrived_at: float | None = None
+        self.arrived_at: float | None = None
         self.gone_since: float | None = None
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether all its Dask workers have been connected at once."""
-        return self._arrived_at is not None
+    def is_complete(self) -> bool:
+        """Whether all its Dask workers are connected."""
+        return self.arrived_at is not None and self.gone_since is None
 
     @property
     def connected_for(self) -> float:
         """Seconds since all its Dask workers were connected at once, for the first time."""
-        return 0.0 if self._arrived_at is None else time.monotonic() - self._arrived_at
+        return 0.0 if self.arrived_at is None else time.monotonic() - self.arrived_at
 
     def note_connected(self, connected: Set[str]) -> None:
         """Note which of its Dask workers are connected now.
@@ -271,11 +269,10 @@ class CMLWorker(CMLProcess):
         present = connected & {*self.dask_names}
         self.seen |= present
         if present and is_pending(self.info):  # the platform does not list it here, or its list is older
-            self._has_run, self.info = True, {**self.info, "status": "running"}
-        self.is_complete = len(present) == len(self.dask_names)
-        if self.is_complete and self._arrived_at is None:
-            self._arrived_at = time.monotonic()
-        is_gone = not self.is_complete and len(self.seen) == len(self.dask_names)
+            self.info = {**self.info, "status": "running"}
+        if len(present) == len(self.dask_names):
+            self.arrived_at = self.arrived_at or time.monotonic()
+        is_gone = len(present) < len(self.dask_names) == len(self.seen)
         self.gone_since = (self.gone_since or time.monotonic()) if is_gone else None
 
     def take_over(self, connected: Set[str], gone_for: Mapping[str, float]) -> None:

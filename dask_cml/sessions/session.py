@@ -141,16 +141,13 @@ class CMLProcess(ProcessInterface):
         self.info: SessionInfo = {}
         self.adopted = False
         self.owner: str | None = None
+        #: From when it may have run: the platform has not said since then that it waits or starts.
         self._begun_at: float | None = None
-        #: Whether the platform has answered with a list since the launch, perhaps without the session.
-        self._was_looked_for = False
-        self.is_listed = self._has_run = False
+        self.is_listed = False
         #: Since when it is missing in the platform's list, which has contained it before.
         self._missing_since: float | None = None
         #: The last description of the session, and the state that it describes.
         self._last_session: tuple[tuple[Any, ...], Session] | None = None
-        #: Whether :meth:`close` was called.
-        self.was_closed = False
         #: Why the session ended, in the words of CML's API v2.
         self.why_ended: str | None = None
         #: The cause of the session's end, if nobody asked for it.
@@ -166,7 +163,7 @@ class CMLProcess(ProcessInterface):
         """
         self.since = datetime.now(timezone.utc)
         self.owner = this_owner()
-        self.info = await self.api.launch(self.plan)
+        self.info = {"status": "starting", **await self.api.launch(self.plan)}
         self.launched_at = self._begun_at = time.monotonic()
 
     async def start(self) -> None:
@@ -199,8 +196,7 @@ class CMLProcess(ProcessInterface):
         waits = launch is not None and launch.waits
         status = "running" if runs_for is not None else "scheduling" if waits else "starting"
         self.info = {"id": session_id, "status": status, "app_url": app_url}
-        self.is_listed, self._has_run = False, runs_for is not None
-        self._missing_since = None
+        self.is_listed, self._missing_since = False, None
         self.adopted = True
         if launch is not None:
             self.owner, self.since = launch.owner, datetime.fromtimestamp(launch.launched, timezone.utc)
@@ -214,11 +210,15 @@ class CMLProcess(ProcessInterface):
 
     async def close(self) -> None:
         """Stop the session, if it was launched. The cluster replaces a worker that it wants."""
-        self.was_closed = True
+        self.status = Status.closing
         if self.session_id is not None and self.session_id in self.api.live:
-            self.status = Status.closing
             await self.api.stop(self.session_id)
         await super().close()
+
+    @property
+    def was_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self.status in (Status.closing, Status.closed)
 
     @property
     def launched_for(self) -> float:
@@ -291,17 +291,14 @@ class CMLProcess(ProcessInterface):
     @property
     def waits_for(self) -> float | None:
         """Time for which the session has been queued, in seconds. None if it is not queued yet."""
-        if self._has_run:  # as most sessions have
+        if not self.is_scheduling or self.status == Status.closed:
             return None
-        if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
-            return None
-        waited = time.monotonic() - self.launched_at
-        return waited if waited > _WAITS_AFTER else None
+        return self.launched_for if self.launched_for > _WAITS_AFTER else None
 
     @property
     def is_scheduling(self) -> bool:
         """Whether the platform has not started the session yet, even for a moment."""
-        return not self._has_run and self.info.get("status") == "scheduling"
+        return self.info.get("status") == "scheduling"
 
     @property
     def has_ended(self) -> bool:
@@ -329,11 +326,10 @@ class CMLProcess(ProcessInterface):
         The time begins when the session runs. Until then, only ``pending_timeout`` counts.
         """
         duration = self.runs_for
-        if not self._was_looked_for:  # it may be queued
+        if not self.is_listed:  # it may be queued
             timeout += self.options.pending_timeout
-        if self.is_listed and is_pending(self.info) and self.launched_at is not None:
-            verb, timeout = "run", self.options.pending_timeout
-            duration = time.monotonic() - self.launched_at
+        elif is_pending(self.info):
+            verb, timeout, duration = "run", self.options.pending_timeout, self.launched_for
         return f"did not {verb} within {timeout:g} s" if duration > timeout else None
 
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
@@ -343,8 +339,10 @@ class CMLProcess(ProcessInterface):
         may be old. If it was listed before, and is missing for ``timing.unlisted`` seconds, that becomes its
         status. It is no proof of an end.
         """
-        listed = listing.get(self.session_id or "", {})
-        self._was_looked_for = True
+        listed = {**listing.get(self.session_id or "", {})}
+        has_run = self.info.get("status") not in (None, UNLISTED) and not is_pending(self.info)
+        if has_run and is_pending(listed):  # an older list
+            del listed["status"]
         if listed or not self.is_listed:
             self._missing_since = None
         elif self._missing_since is None:
@@ -358,10 +356,9 @@ class CMLProcess(ProcessInterface):
             self.since, self.launched_at = created, time.monotonic() - _seconds_since(created)
         self.is_listed = self.is_listed or bool(listed)
         runs = listed.get("status") == "running"
-        if (runs and not self._has_run) or (not runs and is_pending(listed)):
+        if not has_run and (runs or is_pending(listed)):
             begun = time_of(listed, "running_at") if self.adopted and runs else None
             self._begun_at = time.monotonic() - (0.0 if begun is None else _seconds_since(begun))
-        self._has_run = self._has_run or runs
         return has_ended(self.info)
 
     async def last_lines(self) -> list[str]:
