@@ -44,7 +44,7 @@ from dask_cml.core.policy import Demand
 from dask_cml.core.retirement import Retirements, drop
 from dask_cml.core.start import Start, check_worker_class, scheduler_spec
 from dask_cml.core.view import View
-from dask_cml.core.workers import Workers, connected_names
+from dask_cml.core.workers import Workers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, escaped, render, status_of
 from dask_cml.errors import (
     CMLError,
@@ -819,7 +819,8 @@ class CMLCluster(SpecCluster):
             for group in self.groups.names:
                 if excess := self.groups.excess(group):
                     self.groups.close(group, await self.retirements.choose(group, excess))
-            await self._stop_unwanted(await self._retire_unwanted())
+            await self.processes.close_others(unwanted=True)
+            await self._stop_unwanted(await self.retirements.retire())
             await self._launch_missing()
             await self.sharing.stepped()
 
@@ -832,18 +833,6 @@ class CMLCluster(SpecCluster):
                     target, own = self.groups.target(group), self.groups.own(group)
                     self.sharing.asked(group, here=True, target=target, own=own)
             self.groups.given(new)
-
-    async def _retire_unwanted(self) -> list[CMLWorker]:
-        """Let workers that are not in ``worker_spec`` move their data. Return those without any."""
-        await self.processes.close_others(unwanted=True)
-        connected = connected_names(self)
-        unwanted = self.retirements.unwanted
-        holding = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
-        await self.retirements.retire([worker for worker in holding if self.retirements.may_retire(worker)])
-        held = {worker.name for worker in holding}
-        return [
-            worker for worker in unwanted if self.retirements.of(worker).is_done or worker.name not in held
-        ]
 
     async def _stop_unwanted(self, retired: Sequence[CMLWorker]) -> None:
         """Stop the sessions of retired workers, and those without a worker."""

@@ -7,9 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from distributed.protocol import pickle
 
@@ -20,7 +18,7 @@ from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import Logger
-from dask_cml.rpc import NO_ANSWER, Ask
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.timing import timing
 
@@ -33,30 +31,6 @@ logger = Logger(__name__)
 _NO_LIMIT = 7 * 24 * 3600.0
 #: Dask workers that leave at once. The scheduler tells all others of every one, and is held meanwhile.
 _AT_ONCE = 100
-
-
-@dataclass
-class Retirement:
-    """How far the retirement of a worker is.
-
-    Parameters
-    ----------
-    since : float or None
-        Since when the worker moves its data to others, by the monotonic clock. None: it does not.
-    is_done : bool
-        Whether its session can be stopped.
-    cannot_move_to : set of str or None
-        If it must stay: the other Dask workers, none of which could take its data.
-    """
-
-    since: float | None = None
-    is_done: bool = False
-    cannot_move_to: set[str] | None = None
-
-    @property
-    def stays(self) -> bool:
-        """Whether no other worker could take its data."""
-        return self.cannot_move_to is not None and not self.is_done
 
 
 class Retirements:
@@ -74,14 +48,9 @@ class Retirements:
         self._cluster, self._processes = cluster, processes
         self._limit: float = setting("retire-timeout")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._begun: WeakKeyDictionary[CMLWorker, Retirement] = WeakKeyDictionary()
-
-    def of(self, worker: CMLWorker) -> Retirement:
-        """Return how far the retirement of a worker is."""
-        return self._begun.get(worker) or Retirement()
 
     @property
-    def unwanted(self) -> list[CMLWorker]:
+    def _unwanted(self) -> list[CMLWorker]:
         """The workers that are launched, and not in ``worker_spec``."""
         spec = self._cluster.worker_spec
         return [worker for worker in self._processes.workers() if worker.name not in spec]
@@ -89,50 +58,89 @@ class Retirements:
     @property
     def staying(self) -> Sequence[str]:
         """The workers that cannot be stopped now, because no other worker can take their data."""
-        return [worker.name for worker in self.unwanted if self.of(worker).stays]
+        unwanted = [worker for worker in self._unwanted if not worker.is_retired]
+        return [worker.name for worker in unwanted if worker.cannot_move_to is not None]
 
     @property
     def words(self) -> str | None:
         """The workers whose retirement takes long, or is not possible now. None if there are none."""
         now, connected = time.monotonic(), connected_names(self._cluster)
         late = []
-        for worker in self.unwanted:
-            retirement = self.of(worker)
-            is_late = now - (retirement.since or now) > timing.long_retirement
-            is_stuck = is_late or retirement.cannot_move_to is not None
+        for worker in self._unwanted:
+            is_late = now - (worker.retiring_since or now) > timing.long_retirement
+            is_stuck = is_late or worker.cannot_move_to is not None
             if is_stuck and connected.intersection(worker.dask_names):
                 late.append(worker.name)
         return f"waiting for the data of {', '.join(sorted(late))}" if late else None
 
-    async def choose(self, group: str, n: int, **arguments: Any) -> list[str]:
-        """Choose the `n` workers of a group that cost least to close. Workers that are absent come first."""
+    async def choose(
+        self,
+        group: str,
+        n: int,
+        worker_key: Callable[[WorkerState], Hashable] | None = None,
+        **arguments: Any,
+    ) -> list[str]:
+        """Choose the `n` workers of a group that cost least to close. Workers that are absent come first.
+
+        Parameters
+        ----------
+        group : str
+            The group.
+        n : int
+            Number of sessions.
+        worker_key : callable, optional
+            Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
+        **arguments
+            Arguments of ``Scheduler.workers_to_close``.
+        """
         absent = self._processes.absent(group)[:n]
+        n -= len(absent)
+        if n <= 0:
+            return absent
+        # All, because the scheduler may name workers of other groups and retiring workers first.
+        n_dask_workers = n * self._cluster.groups.options(group).processes if worker_key else 10**6
+        arguments |= {"n": n_dask_workers, "key": pickle.dumps(worker_key) if worker_key else None}
+        answer: Iterable[str] = ()  # if the scheduler does not answer
+        with contextlib.suppress(*NO_ANSWER, CMLError):
+            answer = await self._cluster.ask("workers_to_close", attribute="name", **arguments)
+        costs = {str(worker): cost for cost, worker in enumerate(answer)}
+        # Of the Dask workers of a session, the worker that costs most counts.
         workers, arrived = self._cluster.groups.dask_workers(group), self._processes.arrived(group)
-        candidates = {name: workers[name] for name in reversed(workers) if name in arrived}
-        processes = self._cluster.groups.options(group).processes
-        return absent + await choose(self._cluster.ask, n - len(absent), candidates, processes, **arguments)
+        session_costs = {}
+        for name in reversed(workers):  # the newest first
+            if name in arrived:
+                session_costs[name] = max(costs.get(worker, math.inf) for worker in workers[name])
+        chosen = sorted(session_costs, key=session_costs.__getitem__)
+        if worker_key:
+            chosen = [name for name in chosen if not math.isinf(session_costs[name])]
+        return absent + chosen[:n]
 
-    def may_retire(self, worker: CMLWorker) -> bool:
-        """Return whether to retire a worker now, or again because others have connected since."""
-        retirement = self.of(worker)
-        if retirement.is_done or retirement.since is not None:
-            return False
-        if retirement.cannot_move_to is None or not self._cluster.worker_spec:
-            return True
-        others = connected_names(self._cluster).difference(worker.dask_names)
-        return not others <= retirement.cannot_move_to
+    async def retire(self) -> list[CMLWorker]:
+        """Let unwanted workers move their data, and wait for some seconds: most do in less.
 
-    async def retire(self, workers: Sequence[CMLWorker]) -> None:
-        """Start to retire workers, and wait for some seconds: most move their data in less."""
-        if workers:
-            for worker in workers:
-                self._begun.setdefault(worker, Retirement()).since = time.monotonic()
-            task = asyncio.create_task(self._retire(workers))
+        Return the workers whose sessions can be stopped.
+        """
+        connected, unwanted = connected_names(self._cluster), self._unwanted
+        holding = {worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)}
+        begun = [worker for worker in unwanted if worker in holding and self._may_retire(worker, connected)]
+        if begun:
+            for worker in begun:
+                worker.retiring_since = time.monotonic()
+            task = asyncio.create_task(self._retire(begun))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             await asyncio.wait([task], timeout=timing.usual_retirement)
             if task.done():
                 task.result()
+        return [worker for worker in unwanted if worker.is_retired or worker not in holding]
+
+    def _may_retire(self, worker: CMLWorker, connected: set[str]) -> bool:
+        """Return whether to retire a worker now, or again because others have connected since."""
+        if worker.is_retired or worker.retiring_since is not None:
+            return False
+        if worker.cannot_move_to is None or not self._cluster.worker_spec:
+            return True
+        return not connected.difference(worker.dask_names) <= worker.cannot_move_to
 
     async def close(self) -> None:
         """Stop waiting for workers."""
@@ -142,9 +150,7 @@ class Retirements:
         """Retire workers. A worker stays if it holds data that no other worker can take."""
         connected = connected_names(self._cluster)  # others that connect meanwhile can take it
         try:
-            staying = await self._hand_over(workers)
-            if not self._cluster.worker_spec:  # with scale(0), the last worker stops even if its data is lost
-                staying = set()
+            staying = await self._hand_over(workers, connected)
         except NO_ANSWER as error:
             # The next step tries again, because the data may still be in these workers.
             logger.info("Workers %s not retired yet: %r", [worker.name for worker in workers], error)
@@ -152,21 +158,20 @@ class Retirements:
             logger.warning("Workers %s not retired yet: %s", [worker.name for worker in workers], error)
         else:
             for worker in workers:
-                retirement = self._begun[worker]
-                retirement.is_done = worker.name not in staying
-                if retirement.is_done:
+                # With scale(0), the last worker stops even if its data is lost.
+                worker.is_retired = worker.name not in staying or not self._cluster.worker_spec
+                if worker.is_retired:
                     continue
-                if retirement.cannot_move_to is None:
+                if worker.cannot_move_to is None:
                     self._cluster.tell(f"Worker {worker.name} stays until other workers can take its data")
-                retirement.cannot_move_to = connected.difference(worker.dask_names)
+                worker.cannot_move_to = connected.difference(worker.dask_names)
             self._cluster.woken.set()
         finally:
             for worker in workers:
-                self._begun[worker].since = None
+                worker.retiring_since = None
 
-    async def _hand_over(self, workers: Sequence[CMLWorker]) -> set[str]:
+    async def _hand_over(self, workers: Sequence[CMLWorker], connected: set[str]) -> set[str]:
         """Move the data of workers to others. Return the workers whose data no other worker can take."""
-        connected = connected_names(self._cluster)
         sessions = {}
         for worker in workers:
             for name in connected.intersection(worker.dask_names):
@@ -240,47 +245,3 @@ async def drop(cluster: Cluster, names: Collection[str]) -> None:
     for address, info in [*cluster.scheduler_info["workers"].items()]:
         if str(info["name"]) in names:
             await cluster.ask("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")
-
-
-async def choose(
-    ask: Ask,
-    n: int,
-    workers: Mapping[str, Sequence[str]],
-    processes: int,
-    worker_key: Callable[[WorkerState], Hashable] | None = None,
-    **arguments: Any,
-) -> list[str]:
-    """Choose the `n` connected workers that cost least to close.
-
-    Parameters
-    ----------
-    ask : callable
-        Asks the scheduler.
-    n : int
-        Number of sessions.
-    workers : mapping of str to sequence of str
-        The names of connected sessions, the newest first, with the names of their Dask workers.
-    processes : int
-        Number of Dask workers in a session.
-    worker_key : callable, optional
-        Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
-    **arguments
-        Arguments of ``Scheduler.workers_to_close``.
-    """
-    if n <= 0:
-        return []
-    # All, because the scheduler may name workers of other groups and retiring workers first.
-    n_dask_workers = n * processes if worker_key else 10**6
-    key = pickle.dumps(worker_key) if worker_key else None
-    answer: Iterable[str] = ()  # if the scheduler does not answer
-    with contextlib.suppress(*NO_ANSWER, CMLError):
-        answer = await ask("workers_to_close", n=n_dask_workers, key=key, attribute="name", **arguments)
-    costs = {str(worker): cost for cost, worker in enumerate(answer)}
-    # Of the Dask workers of a session, the worker that costs most counts.
-    session_costs = {}
-    for name, dask_names in workers.items():
-        session_costs[name] = max(costs.get(worker, math.inf) for worker in dask_names)
-    chosen = sorted(workers, key=session_costs.__getitem__)
-    if worker_key:
-        chosen = [name for name in chosen if not math.isinf(session_costs[name])]
-    return chosen[:n]

@@ -222,6 +222,12 @@ class CMLWorker(CMLProcess):
         When all its Dask workers were connected at once, for the first time.
     gone_since : float or None
         Since when a Dask worker has been missing, after all have been connected.
+    retiring_since : float or None
+        Since when it moves its data to others. None: it does not.
+    is_retired : bool
+        Whether it has moved its data, so that its session can be stopped.
+    cannot_move_to : set of str or None
+        If it must stay: the other Dask workers, none of which could take its data.
     """
 
     role = "worker"
@@ -247,6 +253,9 @@ class CMLWorker(CMLProcess):
         self.seen: set[str] = set()
         self.arrived_at: float | None = None
         self.gone_since: float | None = None
+        self.retiring_since: float | None = None
+        self.is_retired = False
+        self.cannot_move_to: set[str] | None = None
 
     @property
     def is_complete(self) -> bool:
