@@ -28,9 +28,8 @@ Refused = Mapping[str, Sequence[str]]
 
 #: The word for None, where None stands for the configured value.
 NEVER = "never"
-#: More GiB than any cluster has, and than a session may have without a unit: a larger number must be meant in
-#: bytes, or in MiB.
-_MOST_GIB, MOST_GIB_OF_SESSION = 100_000, 1000
+#: More GiB than any cluster has: a larger number must be meant in bytes.
+_MOST_GIB = 100_000
 _CLUSTER_NAME = re.compile(r"[^./-][^/]{0,99}")
 #: A file name has 255 bytes at most, and the name of a session's log begins with the cluster's name.
 _NAME_BYTES = 200
@@ -292,30 +291,22 @@ def security(argument: str, value: Any) -> bool | Security:
 
 def names(argument: str, value: Any) -> tuple[str, ...]:
     """Check a list of names."""
-    expected = 'a list of names, such as ["hub.example.com"]'
-    if not _is_list_of_text(value) or not all(value):
-        raise TypeError(message(argument, value, expected))
+    if not _is_list(value) or not all(isinstance(name, str) and name for name in value):
+        raise TypeError(message(argument, value, 'a list of names, such as ["a", "b"]'))
     return tuple(map(_plain, value))
 
 
 def sections(argument: str, value: Any) -> tuple[str, ...]:
     """Check a list of top-level sections of Dask's configuration."""
-    expected = 'a list of top-level sections of the configuration, such as ["sql"]'
-    if not _is_list_of_text(value):
-        raise TypeError(message(argument, value, expected))
-    for i, name in enumerate(value):
+    checked = names(argument, value)
+    for i, name in enumerate(checked):
         top = name.split(".")[0]
-        expected = f"the name of a top-level section, such as {top or 'sql'!r}"
-        _valid(f"{argument}[{i}]", name, name and name == top, expected)
-    return tuple(map(_plain, value))
+        _valid(f"{argument}[{i}]", name, name == top, f"the name of a top-level section, such as {top!r}")
+    return checked
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_list_of_text(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(text, str) for text in value)
 
 
 def command_line(argument: str, value: Any, refused: Refused) -> tuple[str, ...]:

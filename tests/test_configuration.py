@@ -270,9 +270,9 @@ def test_sessions_do_not_get_back_what_a_file_sets(configured):
 @pytest.mark.parametrize(
     ("inherit", "error", "words"),
     [
-        ("mine", TypeError, "invalid cml.inherit='mine': expected a list of top-level sections of the"),
-        ([1], TypeError, r"invalid cml.inherit=\[1\]: expected a list of top-level sections"),
-        ([""], ValueError, r"invalid cml.inherit\[0\]='': expected the name of a top-level section"),
+        ("mine", TypeError, "invalid cml.inherit='mine': expected a list of names"),
+        ([1], TypeError, r"invalid cml.inherit=\[1\]: expected a list of names"),
+        ([""], TypeError, r"invalid cml.inherit=\[''\]: expected a list of names"),
         (["a", "mine.own"], ValueError, r"cml.inherit\[1\]='mine.own': .* such as 'mine', in Dask's conf"),
     ],
 )
