@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 
-from dask_cml.naming import DEFAULT_GROUP
-
 #: Control characters except the tab, characters that end lines, change the direction of text or are not
 #: seen, and surrogates, which stand for bytes of file names that are no text. Emojis and some scripts need
 #: the joiners U+200C and U+200D.
@@ -67,7 +65,7 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.splitlines()))
 
 
-def command(verb: str, cluster: str, *arguments: object, group: str = DEFAULT_GROUP) -> str:
+def command(verb: str, cluster: str, *arguments: object, group: str | None = None) -> str:
     """Return a command on a cluster, in quotes. It works in a shell and, after ``!``, in a notebook.
 
     Examples
@@ -75,8 +73,11 @@ def command(verb: str, cluster: str, *arguments: object, group: str = DEFAULT_GR
     >>> command("scale", "my lab", 1, group="gpu")
     "`dask cml scale 'my lab' 1 --group gpu`"
     """
+    # Not above: a session runs this file by its path, where another Python may not find dask-cml.
+    from dask_cml.naming import DEFAULT_GROUP
+
     words = ["dask", "cml", verb, cluster, *map(str, arguments)]
-    if group != DEFAULT_GROUP:
+    if group not in (None, DEFAULT_GROUP):
         words += ["--group", group]
     return f"`{shlex.join(words)}`"
 
