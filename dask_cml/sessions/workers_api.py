@@ -41,31 +41,8 @@ def _labels() -> Any:
     return labels
 
 
-class _Stopping:
-    """The sessions of all clusters that this process has stopped, and that may not have ended."""
-
-    def __init__(self) -> None:
-        self._ids: set[str] = set()
-        self._lock = threading.Lock()
-
-    def ids(self) -> set[str]:
-        """Return the ids of the sessions."""
-        with self._lock:
-            return {*self._ids}
-
-    def add(self, ids: Iterable[str]) -> None:
-        """Note sessions that were stopped."""
-        with self._lock:
-            self._ids.update(ids)
-
-    def remove(self, ids: Iterable[str]) -> None:
-        """Forget sessions that have ended."""
-        with self._lock:
-            self._ids.difference_update(ids)
-
-
-#: What this process has stopped on every platform.
-_stopping: WeakKeyDictionary[Any, _Stopping] = WeakKeyDictionary()
+#: The sessions that this process has stopped on every platform, and that may not have ended.
+_stopping: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -146,7 +123,7 @@ class WorkersAPI:
         #: A listing that nobody has waited for until its end.
         self._late: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
-        self._stopping = _stopping.setdefault(module, _Stopping())
+        self._stopping = _stopping.setdefault(module, set())
         self._ended = False
         #: Guards what threads share.
         self._lock = threading.Lock()
@@ -220,12 +197,12 @@ class WorkersAPI:
             If ``launch_workers`` does not support one of the options.
         """
         self.check_options(plan.launch_options)
-        stopping = self._stopping.ids()
+        stopping = self._stopping.copy()
         try:
             return await self._launch(plan)
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
-            stopping |= self._stopping.ids()
+            stopping |= self._stopping
             if not stopping or not await self.wait_until_ended(stopping):
                 raise
             return await self._launch(plan)
@@ -279,7 +256,7 @@ class WorkersAPI:
         if is_session_id(engine):
             self.adopt(engine, plan.name)
             self._try_to_stop(engine)
-            self._stopping.remove([engine])  # its end makes no room for another try
+            self._stopping.discard(engine)  # its end makes no room for another try
         raise answers.refusal(plan.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
@@ -366,7 +343,7 @@ class WorkersAPI:
 
     def _list_now(self) -> dict[str, SessionInfo]:
         sessions = {session["id"]: session for session in answers.listed(self.module.list_workers())}
-        self._stopping.remove(_without_live(self._stopping.ids(), sessions))
+        self._stopping -= _without_live(self._stopping.copy(), sessions)
         return sessions
 
     async def wait_until_ended(self, ids: Collection[str]) -> bool:
@@ -388,7 +365,7 @@ class WorkersAPI:
                 # Not sessions(), which fails after close(), and whose call would go on after the time-out.
                 listed = await asyncio.wait_for(asyncio.wrap_future(start(self._list_now)), time_left)
                 if len(_without_live(ids, listed)) == len({*ids}):
-                    self._stopping.remove(ids)
+                    self._stopping.difference_update(ids)
                     return True
                 await asyncio.sleep(self._interval)
         except Exception as error:  # the platform may raise anything
@@ -397,7 +374,7 @@ class WorkersAPI:
 
     async def wait_for_stopped(self) -> bool:
         """Wait until the sessions have ended that this process has stopped, see :meth:`wait_until_ended`."""
-        return await self.wait_until_ended(self._stopping.ids())
+        return await self.wait_until_ended(self._stopping.copy())
 
     # -- stop
 
@@ -449,7 +426,7 @@ class WorkersAPI:
             return
         answers.check_stopped(ids, self.module.stop_workers(*ids))
         self.forget(*ids)
-        self._stopping.add(ids)
+        self._stopping.update(ids)
         with self._lock:
             self.stopped.update(ids)
 
@@ -502,17 +479,15 @@ class WorkersAPI:
         self._calls.wait_for("launch", deadline - self._calls.limit / 2 - time.monotonic())
         hangs = False
         # Calls have failed for long already if the key is refused.
-        pauses = [] if self.key_refused else self._calls.pauses()
-        for pause in [*pauses, None]:
+        for pause in [*([] if self.key_refused else self._calls.pauses()), None]:
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
-            limit = max(deadline - time.monotonic(), self._calls.limit / 4)
-            is_last = pause is None or not any(may_pass(error) for error in errors)
-            denied = is_last and any(isinstance(error, NotAllStopped) for error in errors)
-            errors = self._stop_live(
-                limit if hangs else self._time_to_stop(self.live) / 2, one_by_one=hangs or denied
-            )
-            late = hangs and time.monotonic() > deadline
-            if pause is None or late or not any(may_pass(error) for error in errors):
+            limit = self._time_to_stop(self.live) / 2
+            if hangs:
+                limit = max(deadline - time.monotonic(), self._calls.limit / 4)
+            is_denied = pause is None and any(isinstance(error, NotAllStopped) for error in errors)
+            errors = self._stop_live(limit, one_by_one=hangs or is_denied)
+            is_late = hangs and time.monotonic() > deadline
+            if pause is None or is_late or not any(map(may_pass, errors)):
                 break
             time.sleep(pause)
         if errors:
