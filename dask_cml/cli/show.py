@@ -348,14 +348,8 @@ class _LogPrinter:
     show_default=True,
     help="Time limit of each check in seconds.",
 )
-@click.option(
-    "--application",
-    metavar="URL",
-    help="Check whether a program can open this web UI, which runs as an Application, with the API key in "
-    "the variable DASK_CML_APPLICATION_KEY.",
-)
 @as_json
-def doctor(names: Sequence[str], timeout: float, application: str | None, as_json: bool) -> None:
+def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
     """Check this environment and running clusters.
 
     For a problem, the command prints a command that fixes it. NAMES are the clusters to check, by default
@@ -364,7 +358,7 @@ def doctor(names: Sequence[str], timeout: float, application: str | None, as_jso
     from dask_cml.doctor import examine
 
     findings = []
-    for finding in examine(names, timeout, application):
+    for finding in examine(names, timeout):
         findings.append(finding)
         if not as_json:
             click.echo(finding.render())

@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dask_cml.doctor import clusters, environment
-from dask_cml.doctor.application import open_application
 from dask_cml.doctor.environment import Finding, dask_command
 from dask_cml.sessions.calls import start
 
 Check = Callable[[], Finding | list[Finding]]
 
 
-def examine(
-    names: Sequence[str] = (), timeout: float = 30.0, application: str | None = None
-) -> Iterator[Finding]:
+def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Finding]:
     """Run the checks one after the other, and yield their findings.
 
     If a check raises an error or exceeds the time limit, its finding shows this.
@@ -31,8 +28,6 @@ def examine(
         The clusters to check. Default: all clusters of the project.
     timeout : float
         Time limit of each check, in seconds.
-    application : str, optional
-        The URL of a web UI that runs as an Application, to open it as a program does. Default: none.
 
     Examples
     --------
@@ -50,15 +45,13 @@ def examine(
         "image": environment.image,
         "dashboard": environment.dashboard,
         "web UI": environment.web_ui,
-        "imports": functools.partial(environment.imports, timeout / 2),
+        "pyarrow": functools.partial(environment.pyarrow, timeout / 2),
         "gang scheduling": environment.gang_scheduling,
         "sidebar": environment.sidebar,
         "time-outs": environment.time_outs,
         # Schedulers get a third of the time to respond, and workers get another third.
         "clusters": functools.partial(clusters.versions, names, timeout / 3),
     }
-    if application is not None:
-        checks["Application"] = functools.partial(open_application, application, timeout / 2)
     for name, check in checks.items():
         yield from _run(name, check, timeout)
 

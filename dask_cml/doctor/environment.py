@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import shlex
 import shutil
-import site
 import subprocess
 import sys
 import tempfile
@@ -44,9 +42,6 @@ _OF_THE_IMAGE = (
     "tornado",
     "traitlets",
 )
-
-#: Packages with strict requirements, which Dask imports only when it needs them.
-_IMPORTED = ("bokeh", "numba", "pandas", "pyarrow")
 
 _SERVER_EXTENSIONS = ("dask_labextension", "dask_cml.jupyter")
 _TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_SECONDS", 300)
@@ -236,22 +231,16 @@ def versions() -> Finding:
 
 def image() -> Finding:
     """Check that no second copy of Dask or, in sessions, of the image's packages takes precedence."""
-    words, removable = [], []
-    home = Path(site.getusersitepackages()).resolve()
+    words = []
     for name in (*_DASK, *(_OF_THE_IMAGE if this_session() else ())):
         copies = _copies(name)
         if len(copies) > 1:
             (used, first), *hidden = copies.items()
             others = ", ".join(f"{other} in {folder}" for folder, other in hidden)
             words.append(f"{name} {first} in {used} takes precedence over {others}.")
-            removable += [name] * (used == home)
-    if not words:
-        return Finding("ok", "No package takes precedence over the image's own.")
-    if not removable:
-        return Finding("warning", " ".join(words))
-    # pip removes the first copy on the path: a second run would remove the image's.
-    words.append("Sessions may fail. Run this command once: it removes the copies in your home folder.")
-    return Finding("warning", " ".join(words), pip_command("uninstall", "--yes", *removable))
+    if words:
+        return Finding("warning", f"{' '.join(words)} Sessions may fail.")
+    return Finding("ok", "No package takes precedence over the image's own.")
 
 
 def _copies(package: str) -> dict[Path, str]:
@@ -284,35 +273,29 @@ def web_ui() -> Finding:
     return Finding("warning", f"{holes}. `dask cml serve` needs it.", command)
 
 
-def imports(timeout: float) -> Finding:
-    """Import packages that computations often use, each in a separate process, because an import may crash.
+def pyarrow(timeout: float) -> Finding:
+    """Import pyarrow in another process, because the import may crash: Dask says only that it is missing.
 
     Parameters
     ----------
     timeout : float
-        Time limit of each import, in seconds.
+        Time limit of the import, in seconds.
     """
-    names = [name for name in _IMPORTED if version(name)]
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        reasons = threads.map(lambda name: _why_it_fails(name, timeout), names)
-    failed = {name: why for name, why in zip(names, reasons, strict=True) if why}
-    if not failed:
-        return Finding("ok", f"Python can import {', '.join(names)}.")
-    words = " ".join(f"{name} {version(name)} fails to import: {why}." for name, why in failed.items())
-    mending = [needed for needed in unmet("dask-cml", "notebooks") if needed.startswith((*failed,))]
-    return Finding("warning", words, pip_command("install", *mending) if mending else None)
-
-
-def _why_it_fails(name: str, timeout: float) -> str | None:
-    command, output = [sys.executable, "-c", f"import {name}"], subprocess.PIPE
+    if version("pyarrow") is None:
+        return Finding("ok", "pyarrow is not installed.")
+    code, output = [sys.executable, "-c", "import pyarrow"], subprocess.PIPE
     try:
-        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=timeout, check=True)
+        subprocess.run(code, stdout=output, stderr=subprocess.STDOUT, timeout=timeout, check=True)
     except subprocess.TimeoutExpired:
-        return "the import timed out"
+        why = "the import timed out"
     except subprocess.CalledProcessError as error:
         last = error.stdout.decode(errors="replace").strip().rpartition("\n")[2]
-        return textwrap.shorten(last or str(error), _MOST_CHARACTERS).rstrip(".")
-    return None
+        why = textwrap.shorten(last or str(error), _MOST_CHARACTERS).rstrip(".")
+    else:
+        return Finding("ok", "Python can import pyarrow.")
+    fitting = [needed for needed in unmet("dask-cml", "notebooks") if needed.startswith("pyarrow")]
+    command = pip_command("install", *fitting) if fitting else None
+    return Finding("warning", f"pyarrow {version('pyarrow')} fails to import: {why}.", command)
 
 
 def gang_scheduling() -> Finding:
