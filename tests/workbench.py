@@ -24,8 +24,6 @@ class Workbench:
 
     Attributes
     ----------
-    usage : callable
-        Returns the entries of sessions.
     quotas : list
         The entries of users.
     page : int
@@ -37,28 +35,24 @@ class Workbench:
     """
 
     def __init__(self) -> None:
-        self.usage: Callable[[], list[Any]] = list
         self.quotas: list[Any] = []
         self.page = 100
         self.misbehaves: Callable[[RequestHandler], Any] | None = None
         self.asked: list[str] = []
 
-    def answer(self, path: str, begin: int) -> dict[str, Any]:
+    def answer(self, begin: int) -> dict[str, Any]:
         """Return a page of entries, as CML's documentation describes it."""
-        field, entries = {
-            "usage": ("usage_response", self.usage()),
-            "usersquota": ("user_quota", self.quotas),
-        }[path]
         end = begin + self.page
-        token = str(end) if end < len(entries) else ""
-        return {field: entries[begin:end], "next_page_token": token, "total_count": str(len(entries))}
+        token = str(end) if end < len(self.quotas) else ""
+        total = str(len(self.quotas))
+        return {"user_quota": self.quotas[begin:end], "next_page_token": token, "total_count": total}
 
 
 class _Handler(RequestHandler):
     def initialize(self, workbench: Workbench) -> None:
         self.workbench = workbench
 
-    async def get(self, path: str) -> None:
+    async def get(self) -> None:
         self.workbench.asked.append(self.request.uri or "")
         if self.workbench.misbehaves is not None:
             await self.workbench.misbehaves(self)
@@ -66,7 +60,7 @@ class _Handler(RequestHandler):
             self.set_status(401)
             self.write({"error": "unauthorized", "code": 16, "message": "unauthorized"})
         else:
-            self.write(self.workbench.answer(path, int(self.get_query_argument("page_token", "0"))))
+            self.write(self.workbench.answer(int(self.get_query_argument("page_token", "0"))))
 
 
 class _Client:
@@ -87,7 +81,7 @@ class _Client:
 async def workbench() -> AsyncIterator[Workbench]:
     """Serve a workbench's API v2, and let this process run in its project of the user."""
     stand_in = Workbench()
-    server = HTTPServer(Application([(r"/api/v2/(\w+)", _Handler, {"workbench": stand_in})]))
+    server = HTTPServer(Application([("/api/v2/usersquota", _Handler, {"workbench": stand_in})]))
     socket, port = bind_unused_port()
     server.add_socket(socket)
     loop = asyncio.get_running_loop()
@@ -148,7 +142,7 @@ async def closes_the_connection(handler: RequestHandler) -> None:
 
 async def never_ends(handler: RequestHandler) -> None:
     """Answer with pages without end."""
-    handler.write({"usage_response": [], "user_quota": [], "next_page_token": "1"})
+    handler.write({"user_quota": [], "next_page_token": "1"})
 
 
 def refuses(code: int) -> Callable[[RequestHandler], Any]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
 import dask.config
@@ -22,7 +22,7 @@ from dask_cml.output import Logger
 from dask_cml.rpc import NO_ANSWER, Ask
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
-from dask_cml.sessions.session import Phase, note_reasons
+from dask_cml.sessions.session import Phase
 from dask_cml.timing import timing
 
 logger = Logger(__name__)
@@ -189,18 +189,8 @@ async def find_losses(workers: Collection[CMLWorker], ask: Ask) -> dict[str, Los
     for worker in unseen:
         if worker not in lost and any(last[name]["noticed"] for name in worker.dask_names if name in last):
             lost.append(worker)
-    losses = await _causes(lost, last, late)
-    unexplained = [worker for worker in lost if worker.has_ended and losses[worker.name].is_a_guess]
-    await note_reasons(unexplained)
-    explained = [worker for worker in unexplained if worker.why_ended is not None]
-    return losses | await _causes(explained, last, late)
-
-
-async def _causes(
-    workers: Sequence[CMLWorker], last: Mapping[str, Any], late: Mapping[str, float]
-) -> dict[str, Loss]:
-    causes = await asyncio.gather(*(_cause(worker, last, late.get(worker.name)) for worker in workers))
-    return {worker.name: cause for worker, cause in zip(workers, causes, strict=True)}
+    causes = await asyncio.gather(*(_cause(worker, last, late.get(worker.name)) for worker in lost))
+    return {worker.name: cause for worker, cause in zip(lost, causes, strict=True)}
 
 
 def _is_over(worker: CMLWorker) -> bool:

@@ -1,17 +1,15 @@
-"""What CML's API v2 says of ended sessions and of the user's quota. It only adds to messages.
+"""What CML's API v2 says of the user's quota. It only adds to messages.
 
-Not every workbench answers, and no document says whether the answers cover worker sessions. So nothing here
-raises an error, and nothing takes longer than :data:`PATIENCE`.
+Not every workbench answers. So nothing here raises an error, and nothing takes longer than :data:`PATIENCE`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -21,58 +19,17 @@ from dask_cml.cancellation import within
 from dask_cml.options.limits import Sessions
 from dask_cml.output import Logger
 from dask_cml.sessions.here import this_user
-from dask_cml.words import printable, shortened
 
 logger = Logger(__name__)
 
-#: Seconds for all answers to one question. The replacement of a lost worker may wait for it.
+#: Seconds for all answers to one question.
 PATIENCE = 3.0
 #: Number of entries that one answer may have.
 _PAGE_SIZE = 500
-_LONGEST = 200
-#: What Kubernetes says of a pod that needs more memory than it may.
-_OOM_KILLED = "OOMKilled"
 #: The amounts of a quota, with their units.
 _UNITS = {"cpu": "vCPU", "memory": "GiB", "nvidia_gpu": "GPU"}
 #: Sums of amounts such as 0.1 are a little more than the amounts.
 _TOLERANCE = 1e-9
-
-
-async def reasons(sessions: Collection[str]) -> dict[str, str]:
-    """Return why sessions have ended, in a line each, by their ids. Omit what the platform does not say."""
-    found: dict[str, str] = {}
-    if sessions:
-        await _in_time(_find_reasons(sessions, found))
-    return {session: reason for session, reason in found.items() if reason}
-
-
-async def _find_reasons(sessions: Collection[str], found: dict[str, str]) -> None:
-    token = ""
-    while len(found) < len(sessions):
-        entries, token = await _page("usage", "usage_response", token, sort="-created_at")
-        for entry in entries:
-            # No document says whether the id is the session's. The workload's URL contains it, too.
-            words = {str(entry.get("id")), *re.split(r"\W", str(entry.get("workload_url")))}
-            for session in words.intersection(sessions):
-                found.setdefault(session, _reason(entry))
-        if not token:
-            return
-
-
-def _reason(entry: Mapping[str, Any]) -> str:
-    """Return why a session ended, by its entry. Return nothing if the entry does not say it."""
-    kubernetes = entry.get("k8s_info")
-    if not isinstance(kubernetes, dict):
-        kubernetes = {}
-    said = [kubernetes.get("k8s_reason"), kubernetes.get("k8s_message") or entry.get("message")]
-    if entry.get("oom_killed") is True and said[0] != _OOM_KILLED:
-        said.insert(0, _OOM_KILLED)
-    words = [word.rstrip(" .") for word in said if isinstance(word, str) and word != "Completed"]
-    reason = ": ".join(filter(None, words))
-    code = kubernetes.get("k8s_exit_code")
-    if isinstance(code, int) and code:
-        reason += f" (exit code {code})" if reason else f"exit code {code}"
-    return shortened(printable(" ".join(reason.split())), _LONGEST)
 
 
 async def quota_left() -> dict[str, float]:
@@ -80,10 +37,14 @@ async def quota_left() -> dict[str, float]:
 
     In a project of a team, or of another user, another quota may count. Then nothing is known.
     """
-    left: dict[str, float] = {}
-    if _project_owner() == this_user():
-        await _in_time(_find_quota(left))
-    return left
+    if _project_owner() != this_user():
+        return {}
+    try:
+        return await within(PATIENCE, _find_quota())
+    except Exception as error:  # of tornado, or of an answer in any shape
+        # Not the error's text, which may contain the key.
+        logger.debug("No answer of CML's API v2: %s %s", type(error).__name__, getattr(error, "code", ""))
+        return {}
 
 
 def _project_owner() -> str | None:
@@ -93,21 +54,18 @@ def _project_owner() -> str | None:
     return match[1] if match else None
 
 
-async def _find_quota(left: dict[str, float]) -> None:
-    token = ""
+async def _find_quota() -> dict[str, float]:
+    query = {"page_size": str(_PAGE_SIZE)}
     while True:
-        entries, token = await _page("usersquota", "user_quota", token)
-        for entry in entries:
-            user = entry.get("user")
-            if not isinstance(user, dict) or user.get("user_name") != this_user():
-                continue  # administrators see all users
-            for name in _UNITS:
-                most, used = float(entry["quota_configured"][name]), float(entry["quota_usage"][name])
-                if math.isfinite(most - used) and most > 0:  # without a quota it is 0
-                    left[name] = max(0.0, most - used)
-            return
-        if not token:
-            return
+        answer = await _get(f"usersquota?{urlencode(query)}")
+        for entry in answer["user_quota"]:  # administrators see all users
+            if entry["user"]["user_name"] == this_user():
+                most, used = entry["quota_configured"], entry["quota_usage"]
+                limited = [name for name in _UNITS if float(most[name]) > 0]  # without a quota it is 0
+                return {name: max(0.0, float(most[name]) - float(used[name])) for name in limited}
+        if not answer["next_page_token"]:
+            return {}
+        query["page_token"] = answer["next_page_token"]
 
 
 def shortage(sessions: Sessions, left: Mapping[str, float]) -> str | None:
@@ -137,35 +95,11 @@ def shortage(sessions: Sessions, left: Mapping[str, float]) -> str | None:
     return f"its workers need {' and '.join(needed)}, but your quota leaves {' and '.join(short)}"
 
 
-async def _in_time(looking: Coroutine[Any, Any, None]) -> None:
-    """Wait for some seconds until something is found. Drop all errors."""
-    try:
-        await within(PATIENCE, looking)
-    except Exception as error:  # of tornado, or of an answer in any shape
-        # Not the error's text, which may contain the key.
-        logger.debug("No answer of CML's API v2: %s %s", type(error).__name__, getattr(error, "code", ""))
-
-
-async def _page(path: str, field: str, token: str, **query: Any) -> tuple[list[dict[str, Any]], str]:
-    """Return the entries of one page, and the token of the next page. The last page has none.
-
-    Raises
-    ------
-    Exception
-        If there is no such answer.
-    """
-    if token:
-        query["page_token"] = token
-    answer = await _get(path, {**query, "page_size": _PAGE_SIZE})
-    entries = [entry for entry in answer.get(field) or () if isinstance(entry, dict)]
-    return entries, answer.get("next_page_token") or ""
-
-
-async def _get(path: str, query: Mapping[str, Any]) -> dict[str, Any]:
+async def _get(path: str) -> dict[str, Any]:
     scheme = urlsplit(os.environ.get("CDSW_PROJECT_URL", "")).scheme or "https"
     key = os.environ["CDSW_APIV2_KEY"].strip()
     request = HTTPRequest(
-        f"{scheme}://{os.environ['CDSW_DOMAIN']}/api/v2/{path}?{urlencode(query)}",
+        f"{scheme}://{os.environ['CDSW_DOMAIN']}/api/v2/{path}",
         headers={"Authorization": f"Bearer {key}"},
         connect_timeout=PATIENCE,
         request_timeout=PATIENCE,

@@ -63,11 +63,6 @@ class Loss:
     words: str
     of_task: bool = False
 
-    @property
-    def is_a_guess(self) -> bool:
-        """Whether nothing but the session's status says why it ended."""
-        return self.cause in (Cause.NEVER_CONNECTED, Cause.KILLED)
-
 
 def find_cause(
     last: Mapping[str, Any] | None,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
@@ -18,7 +18,6 @@ from distributed.deploy.spec import ProcessInterface
 from dask_cml.checks import web_link
 from dask_cml.options import Options, SessionSize
 from dask_cml.private_files import append
-from dask_cml.sessions import api_v2
 from dask_cml.sessions.answers import UNLISTED, SessionInfo, has_ended, is_pending, reason_of, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
@@ -148,8 +147,6 @@ class CMLProcess(ProcessInterface):
         self._missing_since: float | None = None
         #: The last description of the session, and the state that it describes.
         self._last_session: tuple[tuple[Any, ...], Session] | None = None
-        #: Why the session ended, in the words of CML's API v2.
-        self.why_ended: str | None = None
         #: The cause of the session's end, if nobody asked for it.
         self.loss: str | None = None
 
@@ -265,7 +262,7 @@ class CMLProcess(ProcessInterface):
     @property
     def reason(self) -> str:
         """Why the session waits or has ended, in one line, by the platform. Empty if it gives no reason."""
-        return " ".join((self.why_ended or reason_of(self.info)).split())
+        return " ".join(reason_of(self.info).split())
 
     @property
     def ip_address(self) -> str | None:
@@ -379,8 +376,6 @@ class CMLProcess(ProcessInterface):
         what : str
             What failed, such as ``ended``.
         """
-        if self.has_ended:
-            await note_reasons([self])
         status = self.info.get("status", "unknown")
         tail = "\n".join(await self.last_lines())
         reason = f" ({self.reported})" if self.reported != status else ""
@@ -391,10 +386,3 @@ class CMLProcess(ProcessInterface):
 
 def _seconds_since(begin: datetime) -> float:
     return max(0.0, (datetime.now(timezone.utc) - begin).total_seconds())
-
-
-async def note_reasons(processes: Collection[CMLProcess]) -> None:
-    """Note why sessions have ended, as far as CML's API v2 says it within some seconds."""
-    reasons = await api_v2.reasons({str(process.session_id) for process in processes})
-    for process in processes:
-        process.why_ended = reasons.get(str(process.session_id), process.why_ended)
