@@ -28,14 +28,14 @@ from dask_cml import compat, errors, output
 from dask_cml.core.at_exit import unclosed
 from dask_cml.handshake import LimitedConnector
 from dask_cml.options import state_directory
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.protocol import END, LINES
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import SCHEME, Record
 from dask_cml.sessions import here, tls
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

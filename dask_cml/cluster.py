@@ -57,7 +57,7 @@ from dask_cml.options import Options, SessionSize, state_directory
 from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attribute
 from dask_cml.options.limits import adaptive_bounds, check_new, check_room
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.rpc import NO_ANSWER, ask
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.answers import CallFailed
@@ -69,7 +69,7 @@ from dask_cml.timing import timing
 from dask_cml.validation import with_numbers
 from dask_cml.words import command, first_line, printable, printable_lines
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: The platform of a running cluster before its record is read.
 _UNKNOWN = ModuleType("unknown")

@@ -1,23 +1,17 @@
-"""What users see of a cluster's sessions: in HTML, and in one table while the cluster starts.
-
-The table is updated in place, in a terminal or a notebook. A file or pipe gets one line.
-"""
+"""What users see of a cluster's sessions: in HTML, and in one line while the cluster starts."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import html
-import os
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import dask.config
 from dask.utils import parse_timedelta
@@ -28,22 +22,14 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
 from dask_cml.sessions.session import CMLProcess, Session
-from dask_cml.words import adapting, format_duration, idle, printable, table, waiting, waiting_workers
+from dask_cml.words import adapting, format_duration, idle, printable, waiting, waiting_workers
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
 
-#: The cells of a session's row: its name, its id, its status, and its time so far or until it ran.
-Row = tuple[str, str, str, str]
-
 _INTERVAL = 0.25
-#: One row counts all further sessions.
-_MOST_ROWS = 12
 #: Seconds for which a terminal that accepts no output may delay the start.
 _PATIENCE = 1.0
-_NO_WIDTH = 80
-#: Only one cluster at a time shows a table: two would overwrite each other.
-_terminal = threading.Lock()
 
 
 def render(template: str, **values: Any) -> str:
@@ -178,8 +164,9 @@ def _scheduler_words(cluster: Any) -> str:
 
 
 class StartDisplay:
-    """Shows the sessions of one cluster until it has started.
+    """Shows the sessions of one cluster until it has started, in one line that is updated.
 
+    A file or pipe gets the last line, and another one if the scheduler is queued, which may last for minutes.
     A terminal may block, for example after Ctrl-S. So :mod:`dask_cml.output` writes to it.
 
     Parameters
@@ -198,7 +185,7 @@ class StartDisplay:
     Attributes
     ----------
     notice : str
-        A clause after the title. Empty if there is none.
+        A clause at the end of the line. Empty if there is none.
     """
 
     def __init__(
@@ -214,181 +201,93 @@ class StartDisplay:
         self._scheduler, self._names, self._workers = scheduler, names, workers
         self._connected = connected
         self._started = time.monotonic()
-        self._ran_after: dict[str, float] = {}
-        self._screen = open_screen()
+        self._n_workers = "1 worker" if len(names) == 1 else f"{len(names) or 'no'} workers"
+        self._out = sys.stderr
+        #: The output of a notebook's cell.
+        self._handle: Any = None
+        self._shown = ""
+        self._is_shown = True
+        self._is_queue_told = False
 
     async def run(self) -> None:
-        """Show the sessions until cancelled."""
+        """Update the line until cancelled."""
         while True:
-            title = f"Starting cluster {self._name}, {format_duration(time.monotonic() - self._started)}"
-            if self.notice:
-                title += f"; {self.notice}"
-            if output.flush(0):  # a screen that blocks gets no more
-                output.write(functools.partial(self._screen.show, title, self.rows()))
+            line = self.line()
+            if self._is_shown and line != self._shown:  # a terminal that blocks gets no more
+                self._shown, self._is_shown = line, False
+                output.write(functools.partial(self._update, line))
             await asyncio.sleep(_INTERVAL)
 
     async def end(self, has_started: bool) -> None:
-        """Replace the table by one line about the start. After a failed start, remove the table.
+        """Replace the line by one about the start. After a failed start, remove it.
 
         Parameters
         ----------
         has_started : bool
             Whether the cluster has started.
         """
-        line = self._summary() if has_started else ""
-        output.write(lambda: self._screen.end(line))
+        output.write(functools.partial(self._end, self._summary() if has_started else ""))
         await asyncio.to_thread(output.flush, _PATIENCE)
 
-    def rows(self) -> list[Row]:
-        """Return a row for each session, the scheduler's first. The last row counts further sessions."""
-        sessions: list[tuple[str, Any]] = [(self._scheduler.name, self._scheduler)]
-        sessions += [(str(name), self._workers.get(name)) for name in self._names]  # of a subclass: any
-        n = _MOST_ROWS if len(sessions) <= _MOST_ROWS else _MOST_ROWS - 1
+    def line(self) -> str:
+        """Return the status of the scheduler's session, and how many workers have each status."""
+        status = _status(self._scheduler, self._connected())
+        line = f"Starting {self._name}, {self._lasted}: scheduler {status}"
+        workers = self._workers_words() if self._names else self._n_workers
+        return printable("; ".join(filter(None, [line, workers, self.notice])))
+
+    @property
+    def _lasted(self) -> str:
+        return format_duration(time.monotonic() - self._started)
+
+    def _workers_words(self) -> str:
         connected = self._connected()
-        rows = [self._row(name, process, connected) for name, process in sessions[:n]]
-        if others := sessions[n:]:
-            statuses = [self._row(name, process, connected)[2] for name, process in others]
-            counts = Counter(status.partition(" for ")[0] for status in statuses)  # without the time
-            summary = ", ".join(f"{n} {status}" for status, n in counts.most_common())
-            rows.append((f"{len(others)} more", "", summary, ""))
-        return rows
+        statuses = [_status(self._workers.get(name), connected) for name in self._names]
+        counts = Counter(status.partition(" for ")[0] for status in statuses)  # without the time
+        n_connected = f"{self._n_workers}: {counts.pop('connected', 0)} connected"
+        return ", ".join([n_connected, *(f"{n} {status}" for status, n in counts.most_common())])
 
-    def _row(self, name: str, process: Any, connected: Collection[str]) -> Row:
-        session = getattr(process, "session", None)  # of a subclass, it may be any worker
-        if session is None or process.launched_at is None:
-            return name, "", "not launched yet", ""
-        duration = time.monotonic() - process.launched_at
-        if session.status == "running":
-            duration = self._ran_after.setdefault(session.id, duration)
-        return session.name, session.id, status_of(session, connected), format_duration(duration)
+    def _update(self, line: str) -> None:
+        if is_kernel():
+            self._show_in_notebook(line)
+        elif output.is_terminal(self._out):
+            print(output.overwriting(line), end="", file=self._out, flush=True)
+        elif self._scheduler.waits_for is not None and not self._is_queue_told:
+            self._is_queue_told = True
+            print(line, file=self._out, flush=True)
+        self._is_shown = True
 
-    def _summary(self) -> str:
-        text = f"Cluster {self._name} started in {format_duration(time.monotonic() - self._started)}"
-        n = len(self._names)
-        if n == 0:
-            return f"{text} without workers"
-        n_connected, noun = len(self._connected()), "worker" if n == 1 else "workers"
-        if n_connected == n:
-            return f"{text} with {n} {noun}"
-        if all(getattr(self._workers.get(name), "is_scheduling", False) for name in self._names):
-            return f"{text}; its {n} {noun} {'is' if n == 1 else 'are'} queued"
-        if n == 1:
-            return f"{text}; its worker connects when it has started"
-        if n_connected == 0:
-            return f"{text}; its {n} workers connect as they start"
-        return f"{text}; {n_connected} of {n} workers connected, the others connect as they start"
-
-
-def open_screen() -> Line | Notebook:
-    """Return the screen of this process. A terminal is taken until :meth:`Terminal.end`."""
-    if is_kernel():
-        return Notebook()
-    out = sys.stderr
-    has_cursor = output.is_terminal(out) and os.environ.get("TERM") != "dumb"
-    if not (has_cursor and _terminal.acquire(blocking=False)):
-        return Line(out)
-    return Terminal(out)
-
-
-def as_lines(title: str, rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table. No text in it steers a terminal."""
-    lines = table([[*map(printable, row)] for row in rows]) if rows else []
-    return [printable(title), *(f"  {line}" for line in lines)]
-
-
-class Line:
-    """A file or pipe, which gets only the last line, and before a line if the scheduler is queued.
-
-    Parameters
-    ----------
-    out : text file or None
-        The file. None if the process has no standard error.
-    """
-
-    def __init__(self, out: TextIO | None) -> None:
-        self._out = out
-        self._is_queue_told = False
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Say once that the scheduler is queued, which may last for minutes."""
-        for scheduler, _, status, _ in rows[:1]:
-            if status.startswith("queued") and not self._is_queue_told:
-                self._is_queue_told = True
-                self._write(f"{title}: {scheduler} is {status}")
-
-    def end(self, line: str) -> None:
-        """Write a line, unless it is empty."""
+    def _end(self, line: str) -> None:
+        if is_kernel():
+            self._show_in_notebook(line)
+            return
+        if output.is_terminal(self._out):
+            print(output.overwriting(""), end="", file=self._out, flush=True)
         if line:
-            self._write(line)
+            print(line, file=self._out, flush=True)
 
-    def _write(self, line: str) -> None:
-        if self._out is not None:
-            self._out.write(f"{printable(line)}\n")
-            self._out.flush()
-
-
-class Terminal(Line):
-    """A terminal.
-
-    Parameters
-    ----------
-    out : text file
-        The terminal.
-    """
-
-    _out: TextIO
-
-    def __init__(self, out: TextIO) -> None:
-        super().__init__(out)
-        self._shown: list[str] = []
-        self._taken = contextlib.ExitStack()
-        self._taken.callback(_terminal.release)
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Replace the table."""
-        try:
-            width = os.get_terminal_size(self._out.fileno()).columns or _NO_WIDTH
-        except (AttributeError, OSError, ValueError):
-            width = _NO_WIDTH
-        # A line that wraps would count as two when the cursor moves up.
-        self._draw([line[: width - 1] for line in as_lines(title, rows)])
-
-    def end(self, line: str) -> None:
-        """Replace the table by a line."""
-        self._draw([])
-        super().end(line)
-        self._taken.close()
-
-    def _draw(self, lines: list[str]) -> None:
-        if lines != self._shown:
-            up = f"\x1b[{len(self._shown)}A" if self._shown else ""
-            self._out.write(f"{up}\r\x1b[J" + "".join(f"{line}\n" for line in lines))
-            self._out.flush()
-        self._shown = lines
-
-
-class Notebook:
-    """One output of a notebook's cell. It is updated in place, so the notebook stores only its last state."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._shown = ""
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Replace the table."""
+    def _show_in_notebook(self, line: str) -> None:
+        """Show a line in one output. It is updated in place, so the notebook stores only its last state."""
         from IPython.display import display
 
-        text = "\n".join(as_lines(title, rows))
-        bundle = {"text/plain": text}
-        if title:
-            bundle["text/html"] = render("cml_start.html.j2", title=title, rows=rows)
+        bundle = {"text/plain": line}
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
-        elif text != self._shown:
+        else:
             self._handle.update(bundle, raw=True)
-        self._shown = text
 
-    def end(self, line: str) -> None:
-        """Replace the table by a line."""
-        if line or self._handle is not None:
-            self.show(line, [])
+    def _summary(self) -> str:
+        text, n = printable(f"Cluster {self._name} started in {self._lasted}"), len(self._names)
+        if n == len(self._connected()):
+            return f"{text} with {self._n_workers}"
+        words = self._workers_words()
+        if n == 1 and "queued" not in words:
+            return f"{text}; its worker connects when it has started"
+        return f"{text}; {words}"
+
+
+def _status(process: Any, connected: Collection[str]) -> str:
+    session = getattr(process, "session", None)  # of a subclass, it may be any worker
+    if session is None or process.launched_at is None:
+        return "not launched yet"
+    return status_of(session, connected)

@@ -12,12 +12,12 @@ from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.core.at_exit import unclosed
 from dask_cml.errors import CMLError
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.records import liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds after which a scheduler that did not answer is asked again, unless its record changes before.
 _RETRY = 15.0

@@ -79,7 +79,6 @@ def take_lab(chrome: Any, folder: Path) -> None:
         # Small, so that the text is readable where the documentation shows the pictures.
         context = chrome.new_context(viewport={"width": 1100, "height": 700}, device_scale_factor=1.5)
         lab = Page(context.new_page(), server)
-        take_start(lab)
         take_sidebar(lab)
         take_widget(lab)
 
@@ -145,23 +144,8 @@ def start_work(client: Client) -> list[Any]:
     ]
 
 
-def take_start(lab: Page) -> None:
-    lab.open()
-    testbed.configure(start_delay=8)
-    lab.open_notebook("start.ipynb", MAKE.replace("night", "dawn"), "cluster.close()")
-    lab.run_cells()
-    cells = lab.notebook.locator(".jp-Cell")
-    cells.first.locator("td", has_text="starting").nth(3).wait_for()
-    lab.page.mouse.move(0, 0)
-    output = cells.first.locator(".jp-OutputArea-output").last
-    box, table = output.bounding_box(), output.locator("table").bounding_box()
-    width = table["x"] + table["width"] + 8 - box["x"]
-    lab.page.screenshot(path=IMAGES / "start.png", clip={**box, "width": width})
-    testbed.configure(start_delay=0)
-    cells.first.filter(has_text="Cluster dawn started in").wait_for()
-
-
 def take_sidebar(lab: Page) -> None:
+    lab.open()
     lab.open_notebook("night.ipynb", MAKE)
     lab.run_cells()
     item = lab.item("night")

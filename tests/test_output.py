@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -11,6 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from clusters import arrived, log_of, simulate
@@ -19,8 +21,9 @@ from simulated.testing import eventually, simulated
 from terminals import STEERING
 
 from dask_cml import output
+from dask_cml.cancellation import cancel
 from dask_cml.cli import console
-from dask_cml.display import open_screen
+from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError
 from dask_cml.words import printable
 
@@ -134,10 +137,9 @@ def test_no_word_is_lost_after_a_log_handler_that_raises_or_exits(capsys, error)
     assert capsys.readouterr().out == "written\n"
 
 
-@pytest.mark.parametrize("make_logger", [output.get_logger, output.Logger])
-def test_nothing_that_is_said_or_logged_steers_a_terminal(capsys, make_logger):
+def test_nothing_that_is_said_or_logged_steers_a_terminal(capsys):
     """A message, an argument, an exception and the error of a cluster may all have the text of a task."""
-    logger, handler = make_logger("dask_cml.steered"), logging.StreamHandler(io.StringIO())
+    logger, handler = output.get_logger("dask_cml.steered"), logging.StreamHandler(io.StringIO())
     logging.getLogger("dask_cml.steered").addHandler(handler)
     try:
         raise ValueError(STEERING)
@@ -181,34 +183,17 @@ def test_a_cluster_goes_on_whatever_the_handlers_of_its_logs_do(tmp_path):
     assert [message for message, thread in handler.seen if thread is threading.current_thread()] == []
 
 
-@pytest.mark.parametrize("kind", [closed, broken, none])
-def test_a_start_is_shown_nowhere_without_standard_error(monkeypatch, kind):
+@pytest.mark.parametrize("kind", [closed, broken, none, write_only])
+async def test_a_start_goes_on_whatever_becomes_of_standard_error(monkeypatch, kind):
     with kind() as out:
         monkeypatch.setattr(sys, "stderr", out)
-        screen = open_screen()
-        screen.show("Starting", [])
-        with contextlib.suppress(OSError, ValueError):  # as StartDisplay does
-            screen.end("")
-
-
-def test_a_stream_that_can_only_write_gets_the_last_line_of_a_start(monkeypatch):
-    out = WriteOnly()
-    monkeypatch.setattr(sys, "stderr", out)
-    screen = open_screen()
-    screen.show("Starting", [])
-    screen.end("Cluster mine started")
-    assert out.text == "Cluster mine started\n"
-
-
-def test_a_terminal_without_a_file_descriptor_shows_the_start(monkeypatch):
-    out = WriteOnly()
-    out.isatty = lambda: True
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", out)
-    screen = open_screen()
-    screen.show("Starting", [])
-    screen.end("")
-    assert "Starting" in out.text
+        display = StartDisplay("mine", SimpleNamespace(waits_for=None), [], {}, lambda: ())
+        showing = asyncio.create_task(display.run())
+        await asyncio.sleep(0.1)
+        await cancel(showing)
+        await display.end(True)
+    if isinstance(out, WriteOnly):
+        assert out.text == "Cluster mine started in 0 s with no workers\n"
 
 
 @pytest.mark.parametrize("make", [WriteOnly, lambda: None])
@@ -238,7 +223,7 @@ output.say("of the parent")
 child = os.fork()
 if child == 0:
     output.say("of the child")
-    output.Logger("mine").error("logged")
+    output.get_logger("mine").error("logged")
     os._exit(0 if output.flush(60) else 1)
 _, status = os.waitpid(child, 0)
 free.set()
@@ -257,7 +242,7 @@ import logging, signal, sys, threading
 from dask_cml import output
 
 logging.basicConfig(format="%(message)s")
-logger = output.Logger("dask_cml.test")
+logger = output.get_logger("dask_cml.test")
 own = output.__file__, threading.__file__
 
 def interrupt(frame, event, _):
@@ -276,7 +261,7 @@ signal.signal(signal.SIGUSR1, lambda *_: logger.warning("of the handler"))
 interrupted = line = 0
 while line >= interrupted:
     if sys.argv[1:]:
-        output._writer.begin()
+        output._begin()
     interrupted, line = interrupted + 1, 0
     sys.settrace(interrupt)
     write()
@@ -313,8 +298,8 @@ async def tell():
 async def begin():
     return asyncio.create_task(tell())
 
-from dask_cml.output import Logger
-cluster.logger_of_test = Logger("of.test")
+from dask_cml.output import get_logger
+cluster.logger_of_test = get_logger("of.test")
 task = cluster.sync(begin)
 """
 ALLOW = "cluster.loop.add_callback(may_tell[{}].set)"

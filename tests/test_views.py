@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 import io
-import os
 import re
 import sys
 import threading
@@ -22,44 +22,27 @@ from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
 from testbed import faults
 
-from dask_cml import CMLCluster
+from dask_cml import CMLCluster, output
 from dask_cml import display as screens
 from dask_cml.cancellation import cancel
 from dask_cml.cli import show
-from dask_cml.display import StartDisplay, as_lines
+from dask_cml.display import StartDisplay
 from dask_cml.errors import LaunchRefused
 from dask_cml.options import SessionSize
 from dask_cml.records import store
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.session import Session
 
-TITLE = "Starting cluster c, 0 s"
-
-
-class Screen:
-    """Keeps the tables and lines."""
-
-    def __init__(self):
-        self.tables, self.lines = [], []
-
-    def show(self, title, rows):
-        self.tables.append((title, rows))
-
-    def end(self, line):
-        self.lines.append(line)
-
 
 class Terminal(io.StringIO):
-    """A terminal that interprets the cursor movements of the display."""
+    """A terminal of 80 columns, whose last line can be overwritten."""
 
     def isatty(self):
         return True
 
-    def seen(self):
-        lines = []
-        for up, text in re.findall(r"(?:\x1b\[(\d+)A)?\r\x1b\[J([^\x1b]*)", self.getvalue()):
-            lines = lines[: len(lines) - int(up or 0)] + text.splitlines()
-        return lines
+    def lines(self):
+        """All lines that it has shown one after the other, in the place of its last line."""
+        return self.getvalue().split("\r\x1b[2K")[1:]
 
 
 def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0.0):
@@ -76,15 +59,11 @@ def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0
     )
 
 
-def start_display(processes, name="c", connected=()):
+def start_display(processes, name="c", connected=(), out=None):
     scheduler, *workers = processes
     by_name = {worker.name: worker for worker in workers}
-    return StartDisplay(name, scheduler, [*by_name], by_name, lambda: connected)
-
-
-@pytest.fixture(autouse=True)
-def free_terminal(monkeypatch):
-    monkeypatch.setattr(screens, "_terminal", threading.Lock())
+    with contextlib.redirect_stderr(out):
+        return StartDisplay(name, scheduler, [*by_name], by_name, lambda: connected)
 
 
 @pytest.fixture
@@ -95,38 +74,33 @@ def clock(monkeypatch):
     return clock
 
 
-# -- the sessions
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    return Terminal()
 
 
-def test_each_session_has_a_row_with_its_status_and_time(clock):
-    processes = [
-        process(0, "running"),
-        process(1, "running"),
-        process(2, "scheduling", waits_for=180),
-        process(3, None),
-    ]
-    display = start_display(processes, connected=["c-0"])
+# -- the line
+
+
+def test_the_line_counts_the_sessions_by_their_status(clock):
+    workers = [process(n, "running") for n in range(1, 900)]
+    workers += [process(n, "scheduling", waits_for=60 + n) for n in range(900, 930)]
+    workers.append(process(930, None))
+    display = start_display([process(0, "running"), *workers], connected=[f"c-{n}" for n in range(500)])
     clock.now = 180.0
-    assert display.rows() == [
-        ("c-0", "id0", "connected", "3 min"),
-        ("c-1", "id1", "running", "3 min"),
-        ("c-2", "id2", "queued for 3 min", "3 min"),
-        ("c-3", "", "not launched yet", ""),
-    ]
+    counts = "930 workers: 499 connected, 400 running, 30 queued, 1 not launched yet"
+    assert display.line() == f"Starting c, 3 min: scheduler connected; {counts}"
 
 
-def test_many_sessions_are_counted_in_one_row(clock):
-    waiting = [process(i, "scheduling", waits_for=60 + i) for i in range(900, 930)]
-    running = [process(n, "running") for n in range(900)]
-    display = start_display(running + waiting, connected=[f"c-{n}" for n in range(500)])
-    *rows, last = display.rows()
-    assert [row[0] for row in rows] == [f"c-{n}" for n in range(11)]
-    assert last == ("919 more", "", "489 connected, 400 running, 30 queued", "")
+def test_a_queued_scheduler_shows_for_how_long_it_waits(clock):
+    line = start_display([process(0, "scheduling", waits_for=180)]).line()
+    assert line == "Starting c, 0 s: scheduler queued for 3 min; no workers"
 
 
 def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
-    display = StartDisplay("c", process(0), [0], {}, lambda: ())
-    assert as_lines("", display.rows())[2].split() == ["0", "not", "launched", "yet"]
+    line = StartDisplay("c", process(0), [0], {}, lambda: ()).line()
+    assert line.endswith("; 1 worker: 0 connected, 1 not launched yet")
 
 
 # -- the display
@@ -134,118 +108,94 @@ def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
 STARTED = "Cluster c started in 0 s"
 
 
-def test_a_start_whose_workers_are_all_queued_says_so(clock):
-    assert start_display([process(0)])._summary() == f"{STARTED} without workers"
-    processes = [process(0), process(1, "scheduling"), process(2, "scheduling")]
-    assert start_display(processes)._summary() == f"{STARTED}; its 2 workers are queued"
-    assert start_display(processes[:2])._summary() == f"{STARTED}; its 1 worker is queued"
-
-
 @pytest.mark.parametrize(
-    ("connected", "has_started", "line"),
+    ("statuses", "connected", "line"),
     [
-        ([], True, f"{STARTED}; its 2 workers connect as they start"),
-        (
-            ["c-2"],
-            True,
-            "Cluster c started in 0 s; 1 of 2 workers connected, the others connect as they start",
-        ),
-        (["c-2"], False, ""),
+        ([], [], " with no workers"),
+        (["running"], [], "; its worker connects when it has started"),
+        (["queued"], [], "; 1 worker: 0 connected, 1 queued"),
+        (["running", "running"], ["c-2"], "; 2 workers: 1 connected, 1 running"),
+        (["running", "running"], ["c-1", "c-2"], " with 2 workers"),
     ],
 )
-async def test_one_line_replaces_the_table_when_the_start_ends(
-    holds, clock, monkeypatch, connected, has_started, line
-):
-    screen = Screen()
-    monkeypatch.setattr("dask_cml.display.open_screen", lambda: screen)
-    processes = [process(0, role="scheduler"), process(1, "running"), process(2, "running")]
-    display = start_display(processes, connected=connected)
+async def test_one_line_is_left_when_the_start_ends(clock, terminal, statuses, connected, line):
+    workers = [process(n, status) for n, status in enumerate(statuses, 1)]
+    await start_display([process(0), *workers], connected=connected, out=terminal).end(True)
+    assert terminal.lines() == [f"{STARTED}{line}\n"]
+
+
+async def test_nothing_is_left_when_the_start_fails(terminal, holds):
+    display = start_display([process(0)], out=terminal)
     showing = asyncio.create_task(display.run())
-    await holds(lambda: len(screen.tables) > 1)
-    assert screen.tables[0][0] == TITLE
+    await holds(terminal.lines)
     display.notice = "its workers need more"
-    await holds(lambda: screen.tables[-1][0] == f"{TITLE}; its workers need more")
+    await holds(lambda: terminal.lines()[-1].endswith("; no workers; its workers need more"))
     await cancel(showing)
-    await display.end(has_started)
-    assert screen.lines == [line]
+    await display.end(False)
+    assert terminal.lines()[-1] == ""
 
 
-async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(holds, monkeypatch):
+async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(holds, terminal, monkeypatch):
     stopped, continued = threading.Event(), threading.Event()
 
-    class Stopped(Screen):
-        def show(self, title, rows):
-            stopped.set()
-            continued.wait()
+    def write(text):
+        stopped.set()
+        continued.wait()
+        return io.StringIO.write(terminal, text)
 
-    screen = Stopped()
-    monkeypatch.setattr("dask_cml.display.open_screen", lambda: screen)
+    terminal.write = write
     monkeypatch.setattr("dask_cml.display._PATIENCE", 0.01)
-    display = start_display([process()])
+    display = start_display([process()], out=terminal)
     showing = asyncio.create_task(display.run())
     await holds(stopped.is_set)
     await cancel(showing)
     await display.end(True)
-    assert screen.lines == []
+    assert terminal.lines() == []
     continued.set()
-    await holds(lambda: len(screen.lines) == 1)
+    await holds(lambda: terminal.lines()[-1:] == [f"{STARTED} with no workers\n"])
 
 
-# -- the screens
+async def test_a_line_is_cut_so_that_it_can_be_overwritten(terminal, holds):
+    display = start_display([process(status="x" * 500)], out=terminal)
+    showing = asyncio.create_task(display.run())
+    await holds(terminal.lines)
+    await cancel(showing)
+    assert len(terminal.lines()[0]) == 79
+    await display.end(False)
 
 
-ROWS = [("c-scheduler", "abc", "running", "3 s"), ("c-0", "defghi", "starting", "2 s")]
-
-
-def test_a_terminal_shows_one_table_and_then_one_line(monkeypatch):
-    out = Terminal()
-    monkeypatch.setattr(sys, "stderr", out)
-    screen = screens.open_screen()
-    screen.show("first", ROWS[:1])
-    screen.show("second", ROWS)
-    assert out.seen() == [
-        "second",
-        "  c-scheduler  abc     running   3 s",
-        "  c-0          defghi  starting  2 s",
-    ]
-    written = len(out.getvalue())
-    screen.show("second", ROWS)
-    assert len(out.getvalue()) == written  # nothing has changed
-    screen.show("third", [("c-0", "abc", "x" * 500, "1 s")])
-    assert max(map(len, out.seen())) < 80  # a line that wraps could not be taken back
-    screen.end("over")
-    screen.end("interrupted")
-    assert out.seen() == ["over", "interrupted"]
-
-
-def test_a_terminal_that_does_not_know_its_width_gets_whole_lines(monkeypatch):
-    out = Terminal()
-    out.fileno = lambda: 2
-    monkeypatch.setattr(sys, "stderr", out)
-    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((0, 0)))
-    screen = screens.open_screen()
-    screen.show("first", ROWS[:1])
-    assert out.seen() == ["first", "  c-scheduler  abc  running  3 s"]
-    screen.end("")
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+async def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypatch, clock, holds, kind):
+    monkeypatch.setenv("TERM", kind)
+    out = io.StringIO() if kind == "xterm" else Terminal()
+    scheduler = process(status="scheduling")
+    display = start_display([scheduler], out=out)
+    showing = asyncio.create_task(display.run())
+    await asyncio.to_thread(output.flush, 60)
+    assert out.getvalue() == ""
+    scheduler.waits_for = scheduler.session.waits_for = 60.0  # it may wait for hours
+    await holds(out.getvalue)
+    scheduler.session.waits_for = 120.0
+    await asyncio.sleep(2 * screens._INTERVAL)
+    await cancel(showing)
+    await display.end(True)
+    waits, started = out.getvalue().splitlines()
+    assert waits == "Starting c, 0 s: scheduler queued for 60 s; no workers"
+    assert started == f"{STARTED} with no workers"
 
 
 ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 
 
-def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, clock):
-    out = Terminal()
-    monkeypatch.setattr(sys, "stderr", out)
-    screen = screens.open_screen()
-    display = start_display([process(status=STEERING)], f"c{STEERING}")
-    screen.show(f"Starting cluster c{STEERING}", display.rows())
-    title, row = out.seen()
-    for shown in (title.lower(), row.lower()):
-        assert ESCAPED in shown
+async def test_control_characters_of_others_do_not_reach_a_terminal(terminal, holds):
+    display = start_display([process(status=STEERING)], f"c{STEERING}", out=terminal)
+    showing = asyncio.create_task(display.run())
+    await holds(terminal.lines)
+    await cancel(showing)
+    await display.end(True)
+    for shown in terminal.lines()[0], terminal.lines()[-1].rstrip("\n"):
+        assert ESCAPED in shown.lower()
         assert shown.isprintable()
-    assert row.endswith("  0 s")  # the columns are as wide as what is shown
-    screen.end(f"over {STEERING}")
-    assert "over " in out.seen()[-1]
-    assert out.seen()[-1].isprintable()
 
 
 async def test_control_characters_of_a_refusal_do_not_reach_a_terminal(platform):
@@ -273,31 +223,6 @@ async def test_control_characters_of_a_task_do_not_reach_a_terminal(it):
         await future.cancel()
 
 
-def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    first, second = screens.open_screen(), screens.open_screen()
-    assert isinstance(first, screens.Terminal)
-    assert type(second) is screens.Line
-    first.end("")
-    first.end("")
-    third = screens.open_screen()
-    assert isinstance(third, screens.Terminal)
-    third.end("")
-
-
-@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
-def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypatch, terminal):
-    monkeypatch.setenv("TERM", terminal)
-    out = io.StringIO() if terminal == "xterm" else Terminal()
-    monkeypatch.setattr(sys, "stderr", out)
-    screen = screens.open_screen()
-    screen.show(TITLE, ROWS)
-    screen.end("")
-    assert out.getvalue() == ""
-    screen.end("over")
-    assert out.getvalue() == "over\n"
-
-
 # -- whole starts
 
 ENDED = r"Cluster c started in .+( with 1 worker|; its worker connects when it has started)"
@@ -308,12 +233,11 @@ PROGRAM = (
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("light", "platform")
-def test_a_terminal_shows_the_sessions_and_then_one_line():
+def test_a_terminal_shows_how_far_the_start_is_and_then_one_line():
     status, output = in_a_terminal([sys.executable, "-c", PROGRAM.format(quiet=False)], TERM="xterm")
     assert status == 0
-    assert "Starting cluster c, " in output
-    assert "c-scheduler" in output
-    assert "  c-0  " in output
+    assert "Starting c, " in output
+    assert "; 1 worker: 0 connected, " in output
     assert re.search(ENDED + "\r\n$", output)
 
 
@@ -339,7 +263,6 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
     for outputs in (sync, awaited):
         [output] = outputs
         assert re.fullmatch(ENDED, output.data["text/plain"])
-        assert re.fullmatch(f"<div>{ENDED}</div>", output.data["text/html"].strip())
     assert quiet == []
     display, error = failed
     assert display.data == {"text/plain": ""}

@@ -10,7 +10,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from shutil import get_terminal_size
 from typing import Any
 
 import click
@@ -117,8 +116,7 @@ class _Progress:
 
     def __call__(self, text: str = "") -> None:
         if text != self.text and output.is_terminal(sys.stderr):
-            line = printable(text)[: get_terminal_size().columns - 1]
-            click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
+            click.echo(output.overwriting(text), err=True, nl=False)
             self.text = text
 
 

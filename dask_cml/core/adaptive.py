@@ -19,9 +19,9 @@ from dask_cml.checks import integer, seconds
 from dask_cml.core.policy import sessions_wanted
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass

@@ -15,13 +15,13 @@ from distributed.utils import NoOpAwaitable
 from dask_cml.core.folder import fill_folder, make_keys, new_folder, remove_folder
 from dask_cml.errors import CMLError
 from dask_cml.options import Options
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.timing import timing
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 
 class Role(enum.Enum):

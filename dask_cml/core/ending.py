@@ -28,13 +28,13 @@ from dask_cml.core.view import View
 from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _STOP_AGAIN = 60.0

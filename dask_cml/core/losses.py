@@ -18,14 +18,14 @@ from dask_cml.core.retirement import drop
 from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.rpc import NO_ANSWER, Ask
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Phase
 from dask_cml.timing import timing
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300

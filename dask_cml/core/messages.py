@@ -5,11 +5,11 @@ from __future__ import annotations
 from dask_cml.core.interface import Cluster
 from dask_cml.core.policy import Demand, unrunnable
 from dask_cml.core.workers import Workers
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.timing import timing
 from dask_cml.words import command
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 
 class Messages:

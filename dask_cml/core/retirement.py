@@ -17,7 +17,7 @@ from dask_cml.core.interface import Cluster
 from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.timing import timing
@@ -25,7 +25,7 @@ from dask_cml.timing import timing
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Maximum time for workers to move their data, in seconds. Their keeper watches them meanwhile.
 _NO_LIMIT = 7 * 24 * 3600.0

@@ -22,7 +22,7 @@ from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
 from dask_cml.options.limits import describe, room
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.sessions.answers import CallFailed, SessionInfo, has_ended
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker, class_of
@@ -30,7 +30,7 @@ from dask_cml.sessions.session import CMLProcess, Phase
 from dask_cml.timing import timing
 from dask_cml.words import command
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: How many sessions of a group say how long its sessions take to start.
 _LAST_STARTS = 20

@@ -24,11 +24,11 @@ from tornado.web import RequestHandler
 
 from dask_cml.cancellation import first_of, within
 from dask_cml.dashboard.http_server import HostGuard, LocalApplication, LocalServer, local_socket
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.protocol import FORWARD
 from dask_cml.rpc import call
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Opens a comm on which a scheduler serves its dashboard. Raises OSError.
 OpenComm = Callable[[], Awaitable[Comm]]

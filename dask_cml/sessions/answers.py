@@ -12,11 +12,11 @@ from typing import Any
 
 from dask_cml.checks import is_session_id, web_link
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.sessions.here import this_owner
 from dask_cml.words import printable, printable_lines, shortened
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: The platform's information on a session.
 SessionInfo = Mapping[str, Any]

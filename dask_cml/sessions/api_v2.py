@@ -17,10 +17,10 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 
 from dask_cml.cancellation import within
 from dask_cml.options.limits import Sessions
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.sessions.here import this_user
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds for all answers to one question.
 PATIENCE = 3.0

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from dask_cml import compat
 from dask_cml.errors import CMLError
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

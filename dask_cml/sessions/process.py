@@ -17,7 +17,7 @@ from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
 from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import mesh, tls
@@ -26,7 +26,7 @@ from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Dask's default port, which is free in a CML session.
 _SCHEDULER_PORT = 8786

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from dask_cml.checks import is_session_id, message
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer, NotAllStopped, SessionInfo, has_ended, may_pass
 from dask_cml.sessions.calls import Calls, start
@@ -26,7 +26,7 @@ from dask_cml.sessions.plan import SessionPlan
 
 __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "load_platform"]
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds within which stopped sessions usually end.
 _STOPPED_WITHIN = 30.0

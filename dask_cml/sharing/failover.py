@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from dask_cml import protocol
 from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
 from dask_cml.options import setting
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import Record, SchedulerState
@@ -25,7 +25,7 @@ from dask_cml.words import first_line
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds before the first, the second and any later scheduler in a row.
 _PAUSES = (0.0, 10.0, 30.0)

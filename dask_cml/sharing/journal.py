@@ -11,7 +11,7 @@ from dask_cml.cancellation import to_the_end
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.records import store
 from dask_cml.records.entries import fact
 from dask_cml.records.record import Record
@@ -23,7 +23,7 @@ from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 
 class Journal:

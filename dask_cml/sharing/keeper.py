@@ -16,7 +16,7 @@ from dask_cml.core.workers import connected_names, said_by
 from dask_cml.errors import CMLError
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.records import store
 from dask_cml.records.record import Record
 from dask_cml.scheduler.board import BoardGroup, are_equal
@@ -34,7 +34,7 @@ from dask_cml.words import printable_lines, shortened
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 #: Maximum number of events that the scheduler does not know yet.
 _MOST_EVENTS = 10_000

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_cml.errors import CMLError
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sharing.link import Link
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
 from dask_cml.options import Options
 from dask_cml.options.limits import limits
-from dask_cml.output import Logger
+from dask_cml.output import get_logger
 from dask_cml.records import liveness, store
 from dask_cml.records.history import kept_logs
 from dask_cml.records.operations import stop_and_remove, take_name, wait_until_running
@@ -51,7 +51,7 @@ from dask_cml.words import command, format_duration
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
-logger = Logger(__name__)
+logger = get_logger(__name__)
 
 
 class Sharing(Alone):
