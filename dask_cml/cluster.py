@@ -38,8 +38,7 @@ from dask_cml.core.connection import Connection
 from dask_cml.core.ending import Ending
 from dask_cml.core.groups import Groups
 from dask_cml.core.losses import Losses
-from dask_cml.core.messages import Messages
-from dask_cml.core.own_log import write_own_log
+from dask_cml.core.messages import Messages, write_own_log
 from dask_cml.core.policy import Demand
 from dask_cml.core.retirement import Retirements, drop
 from dask_cml.core.start import Start, check_worker_class, scheduler_spec
@@ -1524,12 +1523,12 @@ class CMLCluster(SpecCluster):
         text : str
             The line.
         """
-        now, line = datetime.now(), printable_lines(text)
-        self._cluster_manager_logs.append((now, line))
+        line = printable_lines(text)
+        self._cluster_manager_logs.append((datetime.now(), line))
         if not self.quiet:
             output.say(text)
         if self.is_keeper:
-            write_own_log(self.options, self.place, now, line)
+            write_own_log(self, line)
             self.sharing.tell_clients(text)
 
 

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from distributed.core import Status
@@ -22,7 +21,7 @@ from dask_cml.cancellation import cancel, within
 from dask_cml.core.alone import How
 from dask_cml.core.at_exit import no_longer_end_at_exit
 from dask_cml.core.interface import Cluster
-from dask_cml.core.own_log import write_own_log
+from dask_cml.core.messages import write_own_log
 from dask_cml.core.retirement import Retirements
 from dask_cml.core.view import View
 from dask_cml.core.workers import Workers, connected_names
@@ -478,12 +477,7 @@ class Ending:
         words = first_line("".join(traceback.format_exception_only(error)))
         self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
         if self._cluster.is_keeper:
-            write_own_log(
-                self._cluster.options,
-                self._cluster.place,
-                datetime.now(),
-                "".join(traceback.format_exception(error)).rstrip(),
-            )
+            write_own_log(self._cluster, "".join(traceback.format_exception(error)).rstrip())
 
     @property
     def is_forks_copy(self) -> bool:

@@ -1,15 +1,27 @@
-"""What the keeper of a cluster tells its user, when it becomes true."""
+"""What the keeper of a cluster tells its user, when it becomes true, and the cluster's own log."""
 
 from __future__ import annotations
 
+from datetime import datetime
+
+from dask_cml import output
 from dask_cml.core.interface import Cluster
 from dask_cml.core.policy import Demand, unrunnable
 from dask_cml.core.workers import Workers
 from dask_cml.output import get_logger
+from dask_cml.private_files import append
+from dask_cml.sessions.session_logs import OWN, log_path
 from dask_cml.timing import timing
 from dask_cml.words import command
 
 logger = get_logger(__name__)
+
+
+def write_own_log(cluster: Cluster, text: str) -> None:
+    """Write into the cluster's log, for other processes and for the time after its end, without waiting."""
+    path = log_path(OWN, cluster.place.folder, cluster.options.log_directory)
+    line = f"{datetime.now():%Y-%m-%d %H:%M:%S} - {text}\n"
+    output.write(lambda: append(path, line.encode()))
 
 
 class Messages:
