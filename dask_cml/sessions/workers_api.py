@@ -6,11 +6,12 @@ Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,29 +46,12 @@ def _labels() -> Any:
 _stopping: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
-@dataclass
-class _Launch:
-    """One launch, which may take several calls. The first session that a call returns is its session."""
-
-    plan: SessionPlan
-    session: SessionInfo | None = None
-    #: Whether nobody waits for the launch now.
-    over: bool = False
-    #: Number of its calls that have not returned.
-    n_calls: int = 0
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """What a repeated launch of the same session has, too."""
-        return self.plan.name, self.plan.code
-
-
 class WorkersAPI:
     """Launch, list and stop sessions without blocking the event loop.
 
     Calls run in threads, at most :attr:`threads` of one function at once, with a time limit of
     ``cml.api.timeout`` seconds. A call that takes longer is abandoned in its thread and repeated in another.
-    If an abandoned call still launches a session, the launch uses that session or stops it. A session whose
+    If an abandoned call still launches a session, its cluster uses that session or stops it. A session whose
     id was in no answer enters itself into the cluster's record when it runs, see :mod:`dask_cml.wrapper`.
 
     Parameters
@@ -115,8 +99,6 @@ class WorkersAPI:
         self.live: dict[str, str] = {}
         self.stopped: set[str] = set()
         self.launched: set[str] = set()
-        #: The launches for which nobody waits now, and of which calls hang, by their keys.
-        self._hanging: dict[tuple[str, str], _Launch] = {}
         self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
         self._interval = setting("api.poll-interval")
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
@@ -208,37 +190,25 @@ class WorkersAPI:
             return await self._launch(plan)
 
     async def _launch(self, plan: SessionPlan) -> SessionInfo:
-        with self._lock:
-            # Calls of an earlier try may still hang, and come true.
-            launch = self._hanging.pop(_Launch(plan).key, None) or _Launch(plan)
-            launch.over = False
-        try:
-            return await self._calls.do(
-                "launch", lambda: plan.name, lambda: self._launch_now(launch), made=launch.key
-            )
-        finally:
-            with self._lock:
-                launch.over = True
-                if launch.n_calls and launch.session is None:
-                    self._hanging[launch.key] = launch
+        launched: list[SessionInfo] = []
+        launch = functools.partial(self._launch_now, plan, launched)
+        return await self._calls.do("launch", lambda: plan.name, launch, made=(plan.name, plan.code))
 
-    def _launch_now(self, launch: _Launch) -> SessionInfo:
-        """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile."""
-        with self._lock:
-            if self._ended:
-                raise CMLError(f"{launch.plan.name} not launched: the cluster has shut down")
-            if launch.session is not None:
-                return launch.session
-            launch.n_calls += 1
+    def _launch_now(self, plan: SessionPlan, launched: list[SessionInfo]) -> SessionInfo:
+        """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile.
+
+        A session that comes too late, or second, stays in :attr:`live`, and its cluster stops what it does
+        not use: a scheduler may run in it.
+        """
         try:
-            return self._take(launch, self._ask_for(launch.plan))
+            if not launched and not self._ended:
+                launched.append(self._ask_for(plan))
         finally:
-            with self._lock:
-                launch.n_calls -= 1
-                if not launch.n_calls and self._hanging.get(launch.key) is launch:
-                    del self._hanging[launch.key]
             if self._ended:  # perhaps end() did not wait for this call
                 start(self.end)
+        if self._ended:
+            raise CMLError(f"{plan.name} not launched: the cluster has shut down")
+        return launched[0]
 
     def _ask_for(self, plan: SessionPlan) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
@@ -250,6 +220,7 @@ class WorkersAPI:
             self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options)
         )
         if session.get("id"):
+            self.adopt(session["id"], plan.name)
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
         engine = session.get("engineId")
@@ -258,23 +229,6 @@ class WorkersAPI:
             self._try_to_stop(engine)
             self._stopping.discard(engine)  # its end makes no room for another try
         raise answers.refusal(plan.name, session)
-
-    def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
-        """Assign a session to its launch.
-
-        A session that comes too late, or second, stays in :attr:`live`, and its cluster stops what it does
-        not use: a scheduler may run in it.
-        """
-        self.adopt(session["id"], launch.plan.name)
-        with self._lock:
-            if launch.session is None and not launch.over and not self._ended:
-                launch.session = session
-            assigned = launch.session
-        if assigned is not session:
-            logger.info("Session %s was launched too late for %s", session["id"], launch.plan.name)
-        if assigned is None:
-            raise CMLError(f"session {session['id']} was launched too late for {launch.plan.name}")
-        return assigned
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take over a session, also one that another process launched.
