@@ -2,7 +2,7 @@
 
 Each file has one writer: ``record.json`` the cluster's creator, once; ``board-<n>.json`` the process that
 launches scheduler number n, once; ``scheduler-<n>.json`` that scheduler. In the folders, the name of a file
-describes a session, except in ``ended``, whose files contain such names.
+describes a session.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import re
 RECORD_FILE = "record.json"
 #: The folder in the state directory for what remains of ended clusters. No cluster can have this name.
 HISTORY_FOLDER = ".history"
-#: The folders with the files of sessions, the packed files of ended ones, the names that sessions have taken,
-#: and their logs. Only these grow with the number of sessions: sessions and schedulers list the cluster's own
-#: folder again and again.
-SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER, LOGS_FOLDER = "sessions", "ended", "started", "logs"
+#: The folders with the files of sessions, the names that sessions have taken, and their logs. Only these grow
+#: with the number of sessions: sessions and schedulers list the cluster's own folder again and again.
+SESSIONS_FOLDER, STARTED_FOLDER, LOGS_FOLDER = "sessions", "started", "logs"
 #: The name of the scheduler's session in these files. The other names are those of worker sessions.
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.

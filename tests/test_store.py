@@ -25,7 +25,6 @@ from clusters import LAUNCHED, WANTED, end, launch, new_record, write_record, wr
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
-    ENDED_FOLDER,
     LOGS_FOLDER,
     RECORD_FILE,
     SESSIONS_FOLDER,
@@ -34,13 +33,12 @@ from dask_cml.layout import (
     scheduler_file,
 )
 from dask_cml.options import SessionSize, state_directory
-from dask_cml.records import entries, operations, store
+from dask_cml.records import operations, store
 from dask_cml.records.record import VERSION, Record, SchedulerState
 from dask_cml.records.store import has_ended, read, records, remove
-from dask_cml.records.usage import usage_of
 from dask_cml.sessions.entry import Launch
 
-FILES = sorted([RECORD_FILE, LOGS_FOLDER, SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER, board_file(0)])
+FILES = sorted([RECORD_FILE, LOGS_FOLDER, SESSIONS_FOLDER, STARTED_FOLDER, board_file(0)])
 
 
 def claim(record):
@@ -585,9 +583,6 @@ def die_at(what, step):
         launch(old, "session-1")
     elif what == "end":
         end(old, "session-1", "session-2")
-    elif what == "pack":
-        entries._LEAST = 4
-        store.pack_ended(old)
     elif what == "replace":
         remove(old)
         claim(new_record("a", options={"is": "new"}))
@@ -633,70 +628,3 @@ def test_a_session_is_running_or_ended_whenever_the_writer_dies(state, fork):
         assert writer.exitcode == -signal.SIGKILL
     assert {*seen} == {0, 1, 2}
     assert os.listdir(state) == []
-
-
-def test_nothing_is_lost_or_counted_twice_whenever_the_packer_dies(state, fork, monkeypatch):
-    monkeypatch.setattr(entries, "_LEAST", 1)
-    record = new_record("a")
-    seen = set()
-    for step in range(1, 100):
-        claim(record)
-        launch(record, "session-1", "session-2", "session-3", waiting=["session-1"])
-        end(record, "session-1", "session-2")
-        before = read("a")
-        packer = fork(die_at, "pack", step)
-        packer.join()
-        places = len(os.listdir(before.folder / SESSIONS_FOLDER)), len(packs_of(before))
-        seen.add(places)
-        for finish in False, True:
-            if finish:  # as the next keeper does
-                store.pack_ended(before)
-            for first_time in False, True:
-                if first_time:
-                    entries._listings.clear()
-                again = read("a")
-                assert (again.launches, again.ended) == (before.launches, before.ended)
-                assert usage_of(again, 0.0) == usage_of(before, 0.0)
-        assert (len(os.listdir(before.folder / SESSIONS_FOLDER)), len(packs_of(before))) == (1, 1)
-        remove(before)
-        if packer.exitcode == 0:
-            break
-        assert packer.exitcode == -signal.SIGKILL
-    assert seen == {(6, 0), *((left, 1) for left in range(1, 7))}
-
-
-def packs_of(record):
-    return [name for name in os.listdir(record.folder / ENDED_FOLDER) if not name.startswith(".")]
-
-
-def test_readers_find_every_session_while_two_processes_pack_and_others_write(state, fork):
-    record = new_record("a")
-    claim(record)
-    n = 200
-    packers = [fork(pack_until, record, 2 * n) for _ in range(2)]
-    writers = [fork(add_and_end, record, prefix, n) for prefix in "xy"]
-    known, first_reads = {}, 0
-    while any(process.is_alive() for process in (*packers, *writers)):
-        first_reads += 1
-        if first_reads % 2:
-            entries._listings.clear()
-        again = read("a")
-        assert known.keys() <= again.ended.keys()
-        assert not again.launches.keys() & again.ended.keys()
-        known = again.ended
-    assert [process.exitcode for process in (*packers, *writers)] == [0] * 4
-    assert read("a").ended.keys() == {f"{prefix}-session-{i}" for prefix in "xy" for i in range(n)}
-    assert first_reads > 4
-    assert len(packs_of(record)) > 2
-
-
-def pack_until(record, n):
-    entries._LEAST = 8
-    while len(read("a").ended) < n:
-        store.pack_ended(record)
-
-
-def add_and_end(record, prefix, n):
-    for i in range(n):
-        launch(record, f"{prefix}-session-{i}")
-        end(record, f"{prefix}-session-{i}")

@@ -84,32 +84,6 @@ def test_a_session_that_waited_counts_from_when_it_got_room():
     assert used(running(), *over, now=BEGIN) == {"default": SessionHours(2, 2)}
 
 
-def test_an_ended_session_is_summed_up_once(monkeypatch):
-    summed, seconds = [], Launch.seconds
-
-    def count(launch, now):
-        summed.append(launch.key)
-        return seconds(launch, now)
-
-    monkeypatch.setattr(Launch, "seconds", count)
-    over = [ended(f"mine-{i}", 1) for i in range(3)]
-    record = replace(running(session("mine-3")), ended={launch.id: launch for launch in over[:2]})
-    for now in (1, 2):
-        assert usage_of(record, BEGIN + now * HOUR) == {"default": SessionHours(3, 2 + now)}
-    record = replace(record, ended={launch.id: launch for launch in over})
-    assert usage_of(record, BEGIN) == {"default": SessionHours(4, 3)}
-    assert summed == ["mine-0", "mine-1", "mine-3", "mine-3", "mine-2", "mine-3"]
-
-
-def test_what_becomes_known_later_of_an_ended_session_counts_in_its_place():
-    over = [ended("mine-0", 2), ended("mine-1", 1)]
-    record = running()
-    assert used(record, *over, now=BEGIN)["default"] == SessionHours(2, 3)
-    over[0] = replace(over[0], ended=BEGIN + HOUR, cause="killed")
-    over.append(ended("mine-2", 1))
-    assert used(record, *over, now=BEGIN)["default"] == SessionHours(3, 3, lost={"killed": 1})
-
-
 def test_a_session_that_ends_between_two_looks_counts_once():
     over = ended("mine-0", 1)
     record = running(replace(over, ended=None))

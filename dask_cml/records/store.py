@@ -2,8 +2,8 @@
 
 Each cluster has a folder with its name in the state directory, see :mod:`dask_cml.layout`. No process changes
 files of another process, there is no lock, and a reader sees either the old or the new state, even if a
-writer dies. Only the keeper removes files of sessions, which it has packed. The state directory may be on
-NFS, which caches what it knows of files: functions list folders anew.
+writer dies. The state directory may be on NFS, which caches what it knows of files: functions list folders
+anew.
 
 A record contains its folder, which does not move if the configuration changes. All functions block while they
 wait for the file system.
@@ -28,7 +28,6 @@ from urllib.parse import unquote
 from dask_cml.checks import is_session_id
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
-    ENDED_FOLDER,
     LOGS_FOLDER,
     RECORD_FILE,
     SCHEDULER,
@@ -50,7 +49,7 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
-from dask_cml.records.entries import pack_entries, read_entries, write_entries
+from dask_cml.records.entries import read_entries, write_entries
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.answers import NoAnswer
 from dask_cml.sessions.calls import call_within
@@ -110,7 +109,7 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     temporary = directory / f".claim-{secrets.token_hex(8)}"
     make_folder(temporary)
     try:
-        for name in (SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER, LOGS_FOLDER):
+        for name in (SESSIONS_FOLDER, STARTED_FOLDER, LOGS_FOLDER):
             make_folder(temporary / name)
         write_file(temporary / RECORD_FILE, _encoded(record.to_json(), record.name))
         write_file(temporary / board_file(0), _encoded(json.dumps(board), record.name))
@@ -181,22 +180,6 @@ def write_sessions(record: Record, launched: Collection[Launch], facts: Collecti
         sessions that it launched.
     """
     _write_in(record, lambda: write_entries(launched, facts, record.folder))
-
-
-def pack_ended(record: Record) -> None:
-    """Write the ended sessions of a cluster into few files if there are many, for its readers.
-
-    Parameters
-    ----------
-    record : Record
-        The cluster's record.
-
-    Raises
-    ------
-    NoSuchCluster
-        If the cluster does not exist any more, or another one has its name.
-    """
-    _write_in(record, lambda: pack_entries(record.folder))
 
 
 def _write_in(record: Record, write: Callable[[], None]) -> None:

@@ -18,9 +18,6 @@ from dask_cml.validation import validate
 from dask_cml.words import printable, table
 
 _UNKNOWN = SessionSize(0, 0)
-#: The ended sessions of clusters as they were summed last, and the sums, by the ids of their records.
-_sums: dict[str, tuple[Mapping[str, Launch], dict[str, SessionHours]]] = {}
-_MOST_SUMS = 100
 #: As seconds since 1970, the bound is in the year 6325.
 _BOUNDS = Meta(ge=0, lt=2**37)
 _Count = Annotated[int, _BOUNDS]
@@ -164,26 +161,6 @@ def _sum(launches: Iterable[Launch], cluster: str, now: float) -> dict[str, Sess
     return {group: replace(part, lost=dict(lost[group])) for group, part in used.items()}
 
 
-def _with(used: Mapping[str, SessionHours], more: Mapping[str, SessionHours]) -> dict[str, SessionHours]:
-    """Return the sums of two usages by group."""
-    return {**used, **{group: used.get(group, SessionHours()) + hours for group, hours in more.items()}}
-
-
-def _ended_usage(record: Record) -> dict[str, SessionHours]:
-    """Return the usage of a cluster's ended sessions by group. Sum only what the last call did not know."""
-    summed, usage = _sums.get(record.id, ({}, {}))
-    ended = record.ended
-    if summed is not ended:
-        new = [launch for session, launch in ended.items() if summed.get(session) is not launch]
-        if len(ended) - len(new) < len(summed):  # more is known of one that was summed
-            new, usage = [*ended.values()], {}
-        usage = _with(usage, _sum(new, record.name, 0.0))
-        if len(_sums) >= _MOST_SUMS:
-            _sums.clear()
-        _sums[record.id] = ended, usage
-    return usage
-
-
 def usage_of(record: Record, now: float) -> Usage:
     """Return the usage of a cluster.
 
@@ -197,7 +174,6 @@ def usage_of(record: Record, now: float) -> Usage:
     now : float
         The current time, in seconds since 1970.
     """
-    live = [launch for session, launch in record.launches.items() if session not in record.ended]
-    used = _with(_ended_usage(record), _sum(live, record.name, now))
+    used = _sum({**record.launches, **record.ended}.values(), record.name, now)
     order = sorted(used, key=lambda group: (group != SCHEDULER, group != DEFAULT_GROUP, group))
     return Usage({group: used[group] for group in order})

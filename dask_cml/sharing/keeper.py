@@ -254,10 +254,6 @@ class Keeper:
             return
         self._next_strays = now + timing.strays
         try:
-            await asyncio.to_thread(store.pack_ended, self._record)
-        except (OSError, CMLError) as error:
-            logger.info("Ended sessions of cluster %s not packed: %s", self._record.name, error)
-        try:
             record = await asyncio.to_thread(store.read_again, self._record)
         except CMLError as error:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
