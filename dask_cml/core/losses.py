@@ -51,8 +51,6 @@ class Losses:
         self._watch_interval: float = setting("api.watch-interval")
         #: When the platform has listed the sessions last.
         self._listed = -math.inf
-        #: The phases of the wanted workers of which other processes know.
-        self._phases: dict[CMLWorker, Phase] = {}
 
     async def find(self) -> dict[str, Loss]:
         """Return why wanted workers are lost, by their names.
@@ -143,14 +141,11 @@ class Losses:
 
     def note_states(self) -> None:
         """Tell other processes which sessions have been queued, and which run, since the last call."""
-        before, self._phases = self._phases, {}
         for worker in self._processes.wanted():
             phase = worker.phase
-            if phase not in _EVENTS:
-                phase = before.get(worker, phase)
-            elif phase is not before.get(worker):
+            if phase in _EVENTS and phase is not worker.told:
+                worker.told = phase
                 self._cluster.sharing.event(_EVENTS[phase], worker.name)
-            self._phases[worker] = phase
 
     def note_connected(self, names: Iterable[str]) -> None:
         """Note Dask workers that have connected. Some may be gone before the next look."""
@@ -180,7 +175,7 @@ async def find_losses(workers: Collection[CMLWorker], ask: Ask) -> dict[str, Los
     late = await _find_late(running, ask)
     lost = [worker for worker in workers if worker not in running or worker.name in late]
     # Of a session that the platform does not list here, the notice is the only sign of its end.
-    unseen = [worker for worker in running if worker.gone_since is not None and not worker.is_listed]
+    unseen = [worker for worker in running if worker.gone_for is not None and not worker.is_listed]
     last: dict[str, Any] = {}
     if lost or unseen:
         names = [name for worker in {*lost, *unseen} for name in worker.dask_names]
@@ -200,8 +195,8 @@ def _is_over(worker: CMLWorker) -> bool:
     """
     if worker.has_ended or worker.was_closed:
         return True
-    gone_for = math.inf if worker.gone_since is None else time.monotonic() - worker.gone_since
-    return worker.phase is Phase.MISSING and gone_for > timing.unlisted
+    gone_for = worker.gone_for
+    return worker.phase is Phase.MISSING and (gone_for is None or gone_for > timing.unlisted)
 
 
 async def _find_late(workers: Collection[CMLWorker], ask: Ask) -> dict[str, float]:
@@ -210,19 +205,19 @@ async def _find_late(workers: Collection[CMLWorker], ask: Ask) -> dict[str, floa
     A process may take long to import its packages, also when its nanny starts it again. If its nanny does not
     answer either, the node may have failed.
     """
-    late, now = {}, time.monotonic()
+    late = {}
     without_nanny = float(parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout")))
-    gone_for = {worker: now - worker.gone_since for worker in workers if worker.gone_since is not None}
-    names = [name for worker in gone_for if gone_for[worker] > without_nanny for name in worker.dask_names]
+    gone = [worker for worker in workers if (worker.gone_for or 0.0) > without_nanny]
     abandoned: set[str] = set()
-    if names:
+    if gone:
         with contextlib.suppress(*NO_ANSWER, CMLError):
+            names = [name for worker in gone for name in worker.dask_names]
             abandoned.update(await ask(protocol.ABANDONED, names=names))
     for worker in workers:
-        limit = worker.options.worker_timeout
-        if not abandoned.isdisjoint(worker.dask_names):
-            limit = without_nanny
-        if gone_for.get(worker, worker.runs_for) > limit:
+        is_abandoned = not abandoned.isdisjoint(worker.dask_names)
+        limit = without_nanny if is_abandoned else worker.options.worker_timeout
+        absent_for = worker.runs_for if worker.gone_for is None else worker.gone_for
+        if absent_for > limit:
             late[worker.name] = limit
     return late
 
@@ -235,7 +230,7 @@ async def _cause(worker: CMLWorker, last: Mapping[str, Any], limit: float | None
             return Loss(Cause.NAME_TAKEN, "not started: another session had its name")
     gone = None
     if limit is not None:
-        if worker.gone_since is None:
+        if worker.gone_for is None:
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
         listed = "but its session runs"
         if not worker.is_listed:

@@ -23,7 +23,7 @@ from dask_cml.protocol import HELLO
 from dask_cml.sessions import mesh, tls
 from dask_cml.sessions.answers import CallFailed, is_pending
 from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
-from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.session import CMLProcess, Phase
 from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = get_logger(__name__)
@@ -220,8 +220,8 @@ class CMLWorker(CMLProcess):
         The names of its Dask workers that have been connected.
     arrived_at : float or None
         When all its Dask workers were connected at once, for the first time.
-    gone_since : float or None
-        Since when a Dask worker has been missing, after all have been connected.
+    told : Phase or None
+        How far it is as far as other processes know.
     retiring_since : float or None
         Since when it moves its data to others. None: it does not.
     is_retired : bool
@@ -252,7 +252,8 @@ class CMLWorker(CMLProcess):
         self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()
         self.arrived_at: float | None = None
-        self.gone_since: float | None = None
+        self.told: Phase | None = None
+        self._gone_since: float | None = None
         self.retiring_since: float | None = None
         self.is_retired = False
         self.cannot_move_to: set[str] | None = None
@@ -260,7 +261,12 @@ class CMLWorker(CMLProcess):
     @property
     def is_complete(self) -> bool:
         """Whether all its Dask workers are connected."""
-        return self.arrived_at is not None and self.gone_since is None
+        return self.arrived_at is not None and self._gone_since is None
+
+    @property
+    def gone_for(self) -> float | None:
+        """Seconds for which a Dask worker has been missing, after all were connected. None: none is."""
+        return None if self._gone_since is None else time.monotonic() - self._gone_since
 
     @property
     def connected_for(self) -> float:
@@ -282,7 +288,7 @@ class CMLWorker(CMLProcess):
         if len(present) == len(self.dask_names):
             self.arrived_at = self.arrived_at or time.monotonic()
         is_gone = len(present) < len(self.dask_names) == len(self.seen)
-        self.gone_since = (self.gone_since or time.monotonic()) if is_gone else None
+        self._gone_since = (self._gone_since or time.monotonic()) if is_gone else None
 
     def take_over(self, connected: Set[str], gone_for: Mapping[str, float]) -> None:
         """Note what has become of its Dask workers before this process managed them.
@@ -297,8 +303,8 @@ class CMLWorker(CMLProcess):
         gone = [gone_for[name] for name in self.dask_names if name in gone_for and name not in connected]
         self.seen.update(name for name in self.dask_names if name in gone_for)
         self.note_connected(connected)
-        if self.gone_since is not None and gone:
-            self.gone_since = time.monotonic() - max(gone)
+        if self._gone_since is not None and gone:
+            self._gone_since = time.monotonic() - max(gone)
 
     async def started_session(self) -> str | None:
         """Return the session that has taken this worker's name. None: none has, or it cannot be read."""
