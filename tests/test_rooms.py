@@ -31,7 +31,7 @@ ATTACHES = ("dask_cml.cluster", "dask_cml.sharing.sharing")
 EACH_OTHER = [("cli", "serve")]
 #: What a scheduler without a record runs. It answers the core, and needs nothing of sharing but these.
 WITHOUT_RECORD = "dask_cml.scheduler.questions"
-ANSWERS = {"questions", "balance", "dashboard", "demand", "full", "health", "last_state", "messages"}
+ANSWERS = {"questions", "balance", "dashboard", "demand", "health", "last_state", "messages"}
 #: The most methods of a class. This number may only become smaller.
 MOST_METHODS = 70
 #: The most modules and lines of code that ``import dask_cml.cluster`` loads, without comments and docstrings.

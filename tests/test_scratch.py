@@ -10,7 +10,8 @@ from distributed.core import Status
 
 from dask_cml.core.policy import Snapshot, Supply, Work, sessions_wanted
 from dask_cml.doctor import environment
-from dask_cml.scheduler.full import full_words
+from dask_cml.scheduler.health import Health
+from dask_cml.timing import timing
 
 GB = 10**9
 FULL = {
@@ -18,35 +19,36 @@ FULL = {
     "status": Status.paused,
     "metrics": {"spilled_bytes": {"memory": 9 * GB, "disk": 8 * GB}},
     "extra": {"cml": {"session": "s", "max_spill": 8 * GB}},
+    "memory": SimpleNamespace(process=0.9 * 2**30),
+    "memory_limit": 2**30,
 }
 
 
-def words_of(*workers):
-    return full_words(SimpleNamespace(**worker) for worker in workers)
+def problem_of(*workers):
+    health = Health()
+    for now in 0.0, timing.pause:
+        health.look([SimpleNamespace(address=n, **worker) for n, worker in enumerate(workers)], now)
+    return health.problem
 
 
-def test_the_problem_names_full_workers_and_a_remedy():
-    what = "paused: scale up, or give workers more memory"
-    assert words_of(FULL) == f"worker lab-3 has spilled 8.0 of 8.0 GB and is {what}"
-    assert words_of(FULL, FULL) == f"2 workers have spilled 16.0 of 16.0 GB and are {what}"
+def test_the_problem_names_a_full_worker_and_a_remedy():
+    what = "worker lab-3 has spilled 8.0 of 8.0 GB and is paused"
+    remedy = "scale up, or give workers more memory"
+    assert problem_of(FULL) == f"{what}: {remedy}"
+    assert problem_of(FULL, FULL) == f"{what}, like 1 more: {remedy}"
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"status": Status.running},
         {"extra": {"cml": {"max_spill": None}}},
-        {"extra": {"cml": None}},
-        {"extra": {"cml": 5}},
         {"extra": {}},  # a worker without dask-cml
         {"metrics": {}},
-        {"metrics": "many"},
         {"metrics": {"spilled_bytes": {"disk": 2 * GB}}},
-        {"metrics": {"spilled_bytes": {"disk": "much"}}},
     ],
 )
-def test_a_worker_that_runs_or_can_spill_more_is_not_full(change):
-    assert words_of({**FULL, **change}) is None
+def test_a_worker_that_can_spill_more_is_not_full(change):
+    assert "is paused and starts no tasks: 0.90 of 1.00 GiB memory are used" in problem_of({**FULL, **change})
 
 
 def wanted(full, tasks, arrived=2):

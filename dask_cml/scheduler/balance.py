@@ -15,7 +15,7 @@ from distributed.scheduler import Scheduler, TaskState, WorkerState
 
 from dask_cml.core.policy import slots
 from dask_cml.scheduler.demand import Needs, duration_of, needs_of, restriction_of
-from dask_cml.scheduler.full import is_full
+from dask_cml.scheduler.health import is_full
 
 #: Maximum number of tasks to look at, of all workers together, and minimum for each worker.
 _MOST, _LEAST = 5000, 10

@@ -16,7 +16,7 @@ from distributed.scheduler import Scheduler, TaskState, WorkerState
 
 from dask_cml.core.policy import Work
 from dask_cml.naming import session_of
-from dask_cml.scheduler.full import is_full
+from dask_cml.scheduler.health import is_full
 
 #: Maximum numbers of tasks to look at. Of more tasks, an even sample is enough. Queued tasks need fewer,
 #: because they differ in their durations only: the scheduler queues no tasks that need resources.

@@ -11,7 +11,6 @@ from distributed.core import Status
 from distributed.scheduler import WorkerState
 
 from dask_cml.protocol import EXITED
-from dask_cml.scheduler.full import full_words
 from dask_cml.sessions.causes import Cause, find_cause
 from dask_cml.timing import timing
 
@@ -19,7 +18,9 @@ from dask_cml.timing import timing
 _MEMORY_TOPIC = "worker-restart-memory"
 #: Maximum number of Dask workers that have left, of which the last state is kept, and of restarts.
 _MOST_LAST, _MOST_RESTARTS = 1000, 20
-_GIB = 2**30
+_GIB, _GB = 2**30, 10**9
+#: The share of its disk above which a worker is full: what it spills next may be larger than the rest.
+_FULL = 0.75
 _ENDED = "its process ended; it crashed, or the memory of its session was full"
 _EXITED = "its process exited with status 0"
 #: What helps against full memory.
@@ -153,7 +154,7 @@ class Health:
         restart = None
         if self.restarts and now - self._restarted_at < timing.restart:
             restart = str(self.restarts[-1])
-        self.problem = full_words(paused) or _paused_words(paused) or restart
+        self.problem = _paused_words(paused) or restart
 
     def restarts_to_json(self) -> list[dict[str, Any]]:
         """Return the restarts for a message."""
@@ -166,14 +167,33 @@ def _bound(noted: dict[str, Any]) -> None:
         del noted[next(iter(noted))]
 
 
+def is_full(worker: WorkerState) -> bool:
+    """Return whether a Dask worker starts no tasks because its memory and its disk are full."""
+    if worker.status != Status.paused:
+        return False
+    spilled, most = _disk(worker)
+    return spilled > _FULL * most > 0
+
+
+def _disk(worker: WorkerState) -> tuple[int, int]:
+    """Return the bytes that a worker has on disk, and the most that it may have there. 0: unlimited."""
+    most = (worker.extra.get("cml") or {}).get("max_spill") or 0
+    return worker.metrics.get("spilled_bytes", {}).get("disk", 0), most
+
+
 def _paused_words(paused: list[WorkerState]) -> str | None:
     """Describe workers that start no tasks because their memory is full. Return None if there are none."""
     if not paused:
         return None
-    used = sum(worker.memory.process for worker in paused) / _GIB
-    most = sum(worker.memory_limit for worker in paused) / _GIB
-    subject = f"worker {paused[0].name} is" if len(paused) == 1 else f"{len(paused)} workers are"
-    return f"{subject} paused and starts no tasks: {used:.2f} of {most:.2f} GiB memory are used; {_ADVICE}"
+    full = [worker for worker in paused if is_full(worker)]
+    first, *others = full or paused
+    more = f", like {len(others)} more" if others else ""
+    if full:
+        spilled, most = _disk(first)
+        state = f"has spilled {spilled / _GB:.1f} of {most / _GB:.1f} GB and is paused{more}"
+        return f"worker {first.name} {state}: scale up, or give workers more memory"
+    used = f"{first.memory.process / _GIB:.2f} of {first.memory_limit / _GIB:.2f} GiB memory are used"
+    return f"worker {first.name} is paused and starts no tasks{more}: {used}; {_ADVICE}"
 
 
 def _gpu_words(workers: list[WorkerState]) -> str | None:
