@@ -75,7 +75,7 @@ class Losses:
         if listing is None:
             return {}
         self._listed = time.monotonic()
-        self._processes.take_connected()
+        await self._processes.take_connected()
         dead: set[str] = set()
         for process in self._processes.launched:
             if process.update(listing) and isinstance(process, CMLWorker):

@@ -352,33 +352,29 @@ class Workers:
 
     async def find_sessions(self) -> None:
         """Let every wanted worker be the session that took its name, also if its launch was not answered."""
-        cluster, connected = self._cluster, self.take_connected()
-        for name, session in connected.items():
-            if name in cluster.worker_spec and name not in cluster.workers.keys() | self.launching:
-                await self.adopt(self.make(name), session)
+        cluster, connected = self._cluster, await self.take_connected()
         for session, name in self.unused.items():
             if name in cluster.worker_spec and name not in connected:
                 worker = cluster.workers.get(name) or self.make(name)
                 if isinstance(worker, CMLWorker) and await worker.started_session() == session:
                     await self.adopt(worker, session)
 
-    def take_connected(self) -> dict[str, str]:
-        """Let every wanted worker be the session in which its Dask worker runs. Return the sessions by name.
+    async def take_connected(self) -> set[str]:
+        """Let every wanted worker be the session in which its Dask worker runs. Return their names.
 
         If the answer to a launch is lost, the launch is repeated. The first session may take the name, and
         the worker be that of the second answer.
         """
-        sessions: dict[str, str] = {}
-        for info in [*self._cluster.scheduler_info["workers"].values()]:
-            said = said_by(info)
-            if is_session_id(said.get("session")) and said.get("name") in self._cluster.worker_spec:
-                sessions[said["name"]] = said["session"]
-        for worker in self.wanted():
-            session = sessions.get(worker.name)
-            if session is not None and session != worker.session_id:
-                logger.info("Session %s of %s used instead of %s", session, worker.name, worker.session_id)
-                worker.adopt(session, None)
-        return sessions
+        said = [said_by(info) for info in [*self._cluster.scheduler_info["workers"].values()]]
+        sessions = {about.get("name"): str(about.get("session") or "") for about in said}
+        taken = {name for name, session in sessions.items() if name and is_session_id(session)}
+        for name in taken & self._cluster.worker_spec.keys():
+            worker = self._cluster.workers.get(name)
+            if worker is None and name in self._cluster.worker_spec.keys() - self.launching:
+                worker = self.make(name)
+            if isinstance(worker, CMLWorker) and worker.session_id != sessions[name]:
+                await self.adopt(worker, sessions[name])
+        return taken
 
     async def take_started(self, workers: Iterable[CMLWorker], listing: Mapping[str, SessionInfo]) -> None:
         """Let workers whose sessions have exited be the sessions that took their names, if these run."""
@@ -448,5 +444,5 @@ class Workers:
     async def close(self) -> None:
         """Wait for no launch and no stop any more."""
         await self.stop_launching()
-        self.take_connected()  # other processes are to find the sessions of the workers
+        await self.take_connected()  # other processes are to find the sessions of the workers
         await cancel(*self._stopping)
