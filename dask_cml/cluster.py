@@ -44,7 +44,7 @@ from dask_cml.core.retirement import Retirements, drop
 from dask_cml.core.start import Start, check_worker_class, scheduler_spec
 from dask_cml.core.view import View
 from dask_cml.core.workers import Workers
-from dask_cml.display import EscapedLogs, add_sessions_tab, describe, escaped, render, status_of
+from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import (
     CMLError,
     LaunchRefused,
@@ -1412,24 +1412,7 @@ class CMLCluster(SpecCluster):
         return ", ".join(filter(None, parts)) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        description = describe(self)
-        rows = render(
-            "cml_sessions.html.j2",
-            cluster=self,
-            description=description,
-            status_of=status_of,
-            lists_sessions=not self._has_sessions_tab,
-        )
-        # Dask's template escapes nothing: neither the cluster's name, nor what workers say of themselves.
-        info = escaped(self.scheduler_info)
-        shown = {
-            "name": escaped(self.name),
-            "dashboard_link": escaped(self.dashboard_link) if self.status != Status.closed else "",
-            # Of a dict that a scheduler has not sent, Dask says that the scheduler has not started yet.
-            "scheduler_info": SchedulerInfo(info) if "id" in info else info,
-        }
-        stand_in = type(type(self).__name__, (), shown)()
-        return str(Cluster._repr_html_(stand_in, cluster_status=(cluster_status or "") + rows))
+        return html_of(self, cluster_status or "", lists_sessions=not self._has_sessions_tab)
 
     def _scaling_status(self) -> str:
         # Cluster._scaling_status (cluster.py:367) looks at an object that only the process has that adapts.

@@ -10,14 +10,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import dask.config
 from dask.utils import parse_timedelta
 from dask.widgets.widgets import TEMPLATE_PATHS, get_environment
 from distributed.core import Status
-from distributed.utils import Logs, is_kernel
+from distributed.utils import Logs, format_dashboard_link, is_kernel
+from jinja2 import Environment
+from markupsafe import Markup
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
@@ -28,24 +32,65 @@ from dask_cml.words import adapting, format_duration, idle, printable, waiting, 
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
 
 _INTERVAL = 0.25
+#: Most sessions, and most workers in Dask's own list, that a widget shows twice a second.
+_MOST_SESSIONS, _MOST_WORKERS = 50, 20
 #: Seconds for which a terminal that accepts no output may delay the start.
 _PATIENCE = 1.0
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template of dask-cml with values, which are escaped."""
-    environment = get_environment()
+    """Fill a template, of dask-cml or of Dask, with values, which are escaped."""
+    return _environment().get_template(template).render(**values)
+
+
+@functools.cache
+def _environment() -> Environment:
+    """Return an environment that compiles each template once. Dask's own compile it anew for each refresh."""
+    environment: Environment = get_environment()
     environment.autoescape = True
-    return environment.get_template(template).render(**values)
+    environment.filters["format_dashboard_address"] = _dashboard_of
+    return environment
 
 
-def escaped(value: Any) -> Any:
-    """Return a copy of a value for Dask's templates, in which everything but numbers is escaped for HTML."""
-    if isinstance(value, dict):
-        return {escaped(key): escaped(item) for key, item in value.items()}
-    if value is None or isinstance(value, (int, float)):
-        return value
-    return html.escape(str(value))
+def _dashboard_of(server: Mapping[str, Any]) -> str | None:
+    """Return the link to a dashboard, as SchedulerInfo._repr_html_ (distributed/objects.py:30) does."""
+    try:
+        host = server["host"] if "host" in server else urlparse(server["address"]).hostname
+        return str(format_dashboard_link(host, server["services"]["dashboard"]))
+    except KeyError:
+        return None
+
+
+def html_of(cluster: Any, cluster_status: str, *, lists_sessions: bool) -> str:
+    """Return a cluster in HTML, as Cluster._repr_html_ (cluster.py:476), which escapes nothing, does.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster.
+    cluster_status : str
+        Rows of HTML for its table.
+    lists_sessions : bool
+        Whether to list its sessions, too.
+    """
+    info = cluster.scheduler_info
+    scheduler_info = "Scheduler not started yet."
+    if "id" in info:
+        # Templates of earlier releases count the listed workers.
+        most = _MOST_WORKERS if "n_workers" in info else None
+        listed = {**info, "workers": dict(islice(info["workers"].items(), most))}
+        scheduler_info = render("scheduler_info.html.j2", scheduler=listed, **listed)
+    sessions = session_rows(cluster) if lists_sessions else {"cluster": cluster}
+    rows = render("cml_sessions.html.j2", description=describe(cluster), **sessions)
+    return render(
+        "cluster.html.j2",
+        type=type(cluster).__name__,
+        name=cluster.name,
+        workers=info["workers"],
+        dashboard_link=cluster.dashboard_link if cluster.status != Status.closed else "",
+        scheduler_info_repr=Markup(scheduler_info),
+        cluster_status=Markup(cluster_status + rows),
+    )
 
 
 class EscapedLogs(Logs):
@@ -53,6 +98,15 @@ class EscapedLogs(Logs):
 
     def _repr_html_(self) -> str:
         return str(Logs._repr_html_(Logs({html.escape(name): log for name, log in self.items()})))
+
+
+def session_rows(cluster: Any) -> dict[str, Any]:
+    """Return what templates show of the sessions, with their status. Of many, connected ones come last."""
+    sessions, connected = cluster.sessions, cluster.view.arrived()
+    if len(sessions) > _MOST_SESSIONS:
+        sessions.sort(key=lambda session: (session.role, session.name in connected))
+    rows = [(session, status_of(session, connected)) for session in sessions[:_MOST_SESSIONS]]
+    return {"cluster": cluster, "n_sessions": len(sessions), "rows": rows}
 
 
 def status_of(session: Session, connected: Collection[str]) -> str:
@@ -70,7 +124,7 @@ def add_sessions_tab(cluster: Any, tab: Any) -> None:
     interval = parse_timedelta(dask.config.get("distributed.deploy.cluster-repr-interval"), "ms")
 
     def update() -> None:
-        sessions.value = render("cml_session_table.html.j2", cluster=cluster, status_of=status_of)
+        sessions.value = render("cml_session_table.html.j2", **session_rows(cluster))
 
     def install() -> None:
         callback = cluster.periodic_callbacks["cml-sessions"] = PeriodicCallback(update, interval * 1000)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from clusters import lines_of, make, simulate
+from clusters import arrived, lines_of, make, simulate
 from distributed import Client, get_worker
 from distributed.objects import SchedulerInfo
 from nbclient import NotebookClient
@@ -298,6 +298,19 @@ async def test_the_widgets_status_has_no_row_without_content(it):
         assert not re.search(r"<td[^>]*>\s*</td>", status.value)
 
 
+@simulated
+async def test_of_many_sessions_the_scheduler_and_those_that_are_not_connected_are_shown(it):
+    async with simulate(name="night", n_workers=60) as cluster:
+        await eventually(lambda: arrived(cluster) == 60)
+        it.platform.configure({"sessions": 61})
+        cluster.scale(62)
+        await eventually(lambda: len(cluster.sessions) > 61 or cluster.problem)
+        for shown in cluster._repr_html_(), cluster._widget().children[-1].value:
+            assert "more sessions run. <code>dask cml info night</code> lists them all." in shown
+            assert "night-scheduler" in shown
+        assert cluster._repr_html_().count("Local directory") == 20
+
+
 @pytest.mark.usefixtures("light")
 async def test_names_are_escaped_in_html(platform, holds):
     name = "<i>&\"'"
@@ -346,8 +359,7 @@ def test_only_links_of_the_web_are_shown(url):
     session = Session(
         "id0", "worker", "c-0", "running", None, url, datetime.now(timezone.utc), SessionSize(1, 1)
     )
-    cluster = SimpleNamespace(sessions=[session], view=SimpleNamespace(arrived=tuple))
-    table = screens.render("cml_session_table.html.j2", cluster=cluster, status_of=screens.status_of)
+    table = screens.render("cml_session_table.html.j2", rows=[(session, "running")], n_sessions=1)
     assert "id0" in table
     assert "<a" not in table
     assert Record("c", scheduler=SchedulerState(app_url=url)).dashboard_link is None
