@@ -1364,7 +1364,7 @@ class CMLCluster(SpecCluster):
     def usage(self) -> Any:
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
 
-        A session counts from its launch or, if it was queued, from the end of the queue. It counts until it
+        A session counts from when its program starts, so not while it is queued. It counts until it
         is stopped or found to have ended. While no process manages the cluster, the hours may be too high.
         Sizes are those of the options, even if a resource profile in `launch_options` sets others. After the
         cluster has shut down, the result covers its whole lifetime.

@@ -379,8 +379,11 @@ def _read_json(path: str) -> dict[str, Any]:
 
 
 def _create(path: str, content: str = "") -> None:
-    with open(os.open(path, _CREATE | os.O_EXCL, 0o600), "w") as file:
-        file.write(content)
+    descriptor = os.open(path, _CREATE | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, content.encode())
+    finally:
+        os.close(descriptor)
 
 
 def _handle_sigterm(

@@ -21,11 +21,11 @@ from simulated.world import World
 from dask_cml import CMLCluster, cli
 from dask_cml.core.alone import Alone
 from dask_cml.discovery import discover
-from dask_cml.layout import scheduler_file
+from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.observers import ObservedCluster
 from dask_cml.options import state_directory
 from dask_cml.records import store
-from dask_cml.records.entries import fact
+from dask_cml.records.entries import end_file
 from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
 
@@ -194,7 +194,7 @@ def name_of(session: dict[str, Any]) -> str:
 
 def sessions(**keys: str) -> dict[str, Launch]:
     """Return the sessions of a record, from the keys by id."""
-    return {id: Launch(id, key, None, LAUNCHED) for id, key in keys.items()}
+    return {id: Launch(id, key, None, LAUNCHED, started=LAUNCHED) for id, key in keys.items()}
 
 
 def new_record(name: str, **fields: Any) -> Record:
@@ -210,20 +210,28 @@ def write_record(record: Record) -> Path:
     store.claim(record, {"groups": record.scheduler.groups})
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
-    launches = [*record.launches.values()]
-    facts = [fact(launch.id, "waits") for launch in launches if launch.waits]
-    facts += [fact(launch.id, "began", launch.began) for launch in launches if launch.began]
-    store.write_sessions(record, launches, facts)
+    store.write_sessions(record, record.launches.values())
+    for launch in record.launches.values():
+        if launch.started is not None:
+            take_name(record, launch.id, launch.started)
     return folder
 
 
 def launch(record: Record, *ids: str, key: str = "a-0", waiting=(), began=None, ended=None) -> None:
     """Write sessions into a record, as the keeper does that has launched them."""
-    facts = [fact(session_id, "waits") for session_id in waiting]
-    facts += [fact(session_id, "began", at) for session_id, at in (began or {}).items()]
-    facts += [fact(session_id, "ended", at, "") for session_id, at in (ended or {}).items()]
-    launched = [Launch(session_id, key, None, LAUNCHED) for session_id in ids]
-    store.write_sessions(record, launched, facts)
+    ends = [end_file(session_id, at) for session_id, at in (ended or {}).items()]
+    store.write_sessions(record, [Launch(session_id, key, None, LAUNCHED) for session_id in ids], ends)
+    for session_id in {*ids, *(began or ())} - {*waiting}:
+        take_name(record, session_id, (began or {}).get(session_id, LAUNCHED))
+
+
+def take_name(record: Record, session_id: str, at: float) -> None:
+    """Let a session of a record start, which takes a name of its own."""
+    taken = record.folder / STARTED_FOLDER / session_id
+    if not taken.exists():
+        taken.touch(0o600)
+        taken.write_text(session_id)
+        os.utime(taken, (at, at))
 
 
 def sign_of(name: str) -> Path:
@@ -233,7 +241,7 @@ def sign_of(name: str) -> Path:
 
 def end(record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
     """Write into a record that sessions have ended."""
-    store.write_sessions(record, [], [fact(session_id, "ended", at, "") for session_id in ids])
+    store.write_sessions(record, [], [end_file(session_id, at) for session_id in ids])
 
 
 def write_scheduler(record: Record, folder: Path) -> None:

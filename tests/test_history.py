@@ -179,7 +179,10 @@ def dead_record(name="lab", ago=5 * HOUR, **scheduler):
     state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1", **scheduler)
     record = Record(name, maker=GONE, created=created, options={"platform": "local"}, scheduler=state)
     launched = sessions(**{"session-0": "scheduler", "session-1": f"{name}-0"})
-    launched = {id: replace(launch, launched=int(silent - HOUR)) for id, launch in launched.items()}
+    launched = {
+        id: replace(launch, launched=int(silent - HOUR), started=silent - HOUR)
+        for id, launch in launched.items()
+    }
     write_record(replace(record, launches=launched))
     os.utime(sign_of(name), (silent, silent))
     return store.read(name)

@@ -1,4 +1,4 @@
-"""The files of sessions in a cluster's folder: the name says all, and each change is one file."""
+"""The files of sessions in a cluster's folder: they say which were launched, started and ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from clusters import LAUNCHED, WANTED, arrived, end, folder_of, launch, new_record, simulate
 from simulated.testing import eventually, simulated
 
-from dask_cml.layout import SESSIONS_FOLDER
+from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize
 from dask_cml.records.store import (
     claim,
@@ -101,17 +101,13 @@ def test_of_two_files_of_one_session_the_first_launch_counts(state):
     assert read("a").launches["session-1"].launched == 1790000000
 
 
-def test_each_fact_of_a_session_is_a_file_of_its_own(state):
+def test_files_say_when_a_session_started_and_ended(state):
     record = new_record("a")
     claim(record, WANTED)
-    launch(record, "session-1", "session-2", waiting=["session-1", "session-2"])
-    assert [session.waits for session in read("a").launches.values()] == [True, True]
-    for began in LAUNCHED + 20, LAUNCHED + 30:  # as at a second try
-        launch(record, "session-2", began={"session-2": began})
-        waiting, running = read("a").launches.values()
-        assert (waiting.waits, waiting.began) == (True, None)
-        assert (running.waits, running.began) == (False, LAUNCHED + 20)
-    for at in LAUNCHED + 60, LAUNCHED + 70:
+    launch(record, "session-1", "session-2", waiting=["session-1"], began={"session-2": LAUNCHED + 20})
+    waiting, running = read("a").launches.values()
+    assert (waiting.started, running.started) == (None, LAUNCHED + 20)
+    for at in LAUNCHED + 60, LAUNCHED + 70:  # as at a second try
         end(record, "session-1", at=at)
         assert read("a").sessions == {"session-2": "a-0"}
     end(record, "session-2")
@@ -121,14 +117,24 @@ def test_each_fact_of_a_session_is_a_file_of_its_own(state):
     }
 
 
-def test_a_session_that_ended_while_another_process_notes_its_wait_stays_ended(state):
+def test_a_name_that_is_being_taken_starts_no_session(state):
     record = new_record("a")
     claim(record, WANTED)
-    folder = record.folder
-    launch(record, "session-1")
-    end(record, "session-1")
-    (folder / SESSIONS_FOLDER / "session-1,waits").touch()
-    assert read("a").sessions == {}
+    launch(record, "session-1", waiting=["session-1"])
+    taken = record.folder / STARTED_FOLDER / "a-0"
+    taken.touch(0o600)
+    assert read("a").launches["session-1"].started is None
+    taken.write_text("session-1")
+    assert read("a").launches["session-1"].started == taken.stat().st_mtime
+
+
+def test_another_cluster_of_the_same_name_has_its_own_starts(state):
+    for at in LAUNCHED, LAUNCHED + 60:
+        record = new_record("a")
+        claim(record, WANTED)
+        launch(record, "session-1", began={"session-1": at})
+        assert read("a").launches["session-1"].started == at
+        remove(record)
 
 
 def test_an_ended_session_keeps_its_last_known_state(state):
@@ -151,6 +157,7 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
     claim(record, WANTED)
     folder = record.folder
     launch(record, *(f"session-{i}" for i in range(1000)))
+    read("a")  # each taken name is read once
     calls = []
 
     def count(name, function):
@@ -165,8 +172,8 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
         count(name, getattr(os, name))
     assert len(read("a").sessions) == 1000
     monkeypatch.undo()
-    # The cluster's folder and the sessions'.
-    assert calls.count("listdir") + calls.count("scandir") == 2
+    # The cluster's folder, the sessions and the taken names.
+    assert calls.count("listdir") + calls.count("scandir") == 3
     assert len(calls) < 25
     assert len(os.listdir(folder / SESSIONS_FOLDER)) == 1000
 

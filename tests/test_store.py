@@ -78,14 +78,13 @@ def run_at(directory, function, arguments):
 
 
 def test_a_record_reads_back_as_it_was_written(state):
-    first = Launch("abcdefgh12345678", "scheduler", None, 1790000000, SessionSize(1, 2), began=1790000030)
+    first = Launch("abcdefgh12345678", "scheduler", None, 1790000000, SessionSize(1, 2), started=1790000030)
     second = Launch(
         "ijklmnop12345678",
         'My cluster, "naïve" 雲-0',
         "qrstuvwx12345678",
         1790000060,
         SessionSize(1 / 3, 1e22, 8),
-        waits=True,
     )
     record = new_record(
         name='My cluster, "naïve" 雲',

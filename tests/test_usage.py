@@ -10,7 +10,6 @@ import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import dask
 import pytest
@@ -34,8 +33,8 @@ BEGIN = 1790000000
 
 
 def ended(key, hours, size=None, **more):
-    began = more.get("began", BEGIN)
-    return Launch(f"over-{key}", key, None, BEGIN, size, ended=began + int(hours * HOUR), **more)
+    started = more.get("started", BEGIN)
+    return Launch(f"over-{key}", key, None, BEGIN, size, started, ended=BEGIN + int(hours * HOUR))
 
 
 def running(*launches):
@@ -47,7 +46,7 @@ def used(record, *over, now):
 
 
 def session(key, size=None, **more):
-    return Launch(key, key, None, BEGIN, size, **more)
+    return Launch(key, key, None, BEGIN, size, **{"started": BEGIN, **more})
 
 
 def test_hours_are_those_of_running_and_of_ended_sessions_by_group():
@@ -77,10 +76,10 @@ def test_lost_sessions_of_several_groups_are_summed_up_for_json():
     assert read_usage(usage.to_json()) == usage
 
 
-def test_a_session_that_waited_counts_from_when_it_got_room():
-    record = running(session("mine-0", waits=True), session("mine-1", began=BEGIN + HOUR))
+def test_a_session_counts_from_when_it_started():
+    record = running(session("mine-0", started=None), session("mine-1", started=BEGIN + HOUR))
     assert used(record, now=BEGIN + 3 * HOUR) == {"default": SessionHours(2, 2)}
-    over = [ended("mine-0", 2, began=BEGIN + HOUR), ended("mine-1", 5, waits=True)]
+    over = [ended("mine-0", 3, started=BEGIN + HOUR), ended("mine-1", 5, started=None)]
     assert used(running(), *over, now=BEGIN) == {"default": SessionHours(2, 2)}
 
 
@@ -117,8 +116,8 @@ def ended_keys():
 
 
 def waiting():
-    """Return the queued sessions, as the record has them."""
-    return {id: launch for id, launch in store.read("mine").launches.items() if launch.waits}
+    """Return the sessions that have not started, as the record has them."""
+    return {id: launch for id, launch in store.read("mine").launches.items() if launch.started is None}
 
 
 def check(usage, cpu=1, memory=2):
@@ -198,25 +197,7 @@ async def test_sessions_that_wait_for_room_cost_nothing(it):
         await asyncio.sleep(60.0)
         it.platform.configure()
         await eventually(lambda: not waiting())
-        assert store.read("mine").launches[waits].began >= launch.launched + 60
-
-
-@simulated
-async def test_a_session_still_waits_for_a_keeper_that_has_just_taken_it_over(it):
-    maker = await mine()
-    it.platform.configure({"cpu": 1}, waits_for_room=True)
-    maker.scale(1)
-    await eventually(waiting)
-    await maker.leave()
-    with mock.patch("dask_cml.sessions.session._WAITS_AFTER", 1000.0):
-        async with rebuild("mine") as other:
-            await eventually(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
-            assert (await other.usage())["default"] == SessionHours(1)
-            [waits] = waiting()
-            other.scale(2)
-            await eventually(lambda: len(store.read("mine").sessions) == 3)  # so it has written since
-            assert waits in waiting()
-            await other.shutdown()
+        assert store.read("mine").launches[waits].started >= launch.launched + 60
 
 
 async def test_it_is_awaited_in_an_event_loop(platform, light):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("light")
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What waits for half a second is said to wait; the time-outs are shorter than what the tests wait."""
-    monkeypatch.setattr(session, "_WAITS_AFTER", 0.5)
+    monkeypatch.setattr(session, "WAITS_AFTER", 0.5)
     with dask.config.set({"cml.api.poll-interval": "200ms", "cml.quota-retry": "500ms"}):
         yield
 

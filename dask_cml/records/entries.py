@@ -1,7 +1,8 @@
-"""The files of a cluster's sessions. They are empty: a name describes a session, or what became of it.
+"""The files of a cluster's sessions, which say which exist: launched, started and ended.
 
-For the name of a session's own file, see :mod:`dask_cml.sessions.entry`. What is known later are files of
-their own: ``<id>,waits``, ``<id>,began,<time>`` and ``<id>,ended,<time>,<cause>``.
+In ``sessions`` they are empty: for the name of a session's own file, see :mod:`dask_cml.sessions.entry`, and
+its end is a file of its own, ``<id>,ended,<time>,<cause>``. In ``started``, each session creates a file with
+the name that it takes, which contains its id.
 
 Each operation creates one file, and none is ever changed. So all processes of a cluster write at once
 without a lock, and a reader that lists the folder once misses no session, even if a writer dies.
@@ -10,42 +11,31 @@ without a lock, and a reader that lists the folder once misses no session, even 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dask_cml.layout import SESSIONS_FOLDER
-from dask_cml.private_files import check_folder, report_ignored
+from dask_cml.checks import is_session_id
+from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
+from dask_cml.private_files import check_folder, read_file, report_ignored
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 
-_FACT = re.compile(rf"[^,]+,(?:waits|began,({TIME})|ended,({TIME}),([a-z-]*))", re.ASCII)
+_END = re.compile(rf"[^,]+,ended,({TIME}),([a-z-]*)", re.ASCII)
 
 
-def fact(session_id: str, what: str, *details: object) -> str:
-    """Return the name of a file that says what became of a session, see :func:`read_fact`.
+def end_file(session_id: str, at: int, cause: str = "") -> str:
+    """Return the name of a file that says when a session ended, and why if nobody asked for it.
 
     Examples
     --------
-    >>> fact("abcdefgh12345678", "waits"), fact("abcdefgh12345678", "began", 1790000000)
-    ('abcdefgh12345678,waits', 'abcdefgh12345678,began,1790000000')
+    >>> end_file("abcdefgh12345678", 1790000000, "out of memory")
+    'abcdefgh12345678,ended,1790000000,out-of-memory'
     """
-    return ",".join([session_id, what, *map(str, details)])
-
-
-def read_fact(name: str) -> dict[str, Any] | None:
-    """Return the fields of :class:`Launch` that a file adds. Return None for other files."""
-    match = _FACT.fullmatch(name)
-    if match is None:
-        return None
-    began, ended, cause = match.groups()
-    if ended:
-        return {"ended": int(ended), "cause": cause.replace("-", " ")}
-    if began:
-        return {"waits": False, "began": int(began)}
-    return {"waits": True}
+    return f"{session_id},ended,{at},{cause.replace(' ', '-')}"
 
 
 class Entries(NamedTuple):
@@ -63,7 +53,30 @@ class Entries(NamedTuple):
     ended: Mapping[str, Launch]
 
 
-def read_entries(folder: Path, cluster: str) -> Entries:
+def read_started(folder: Path, record_id: str) -> dict[str, float]:
+    """Return when the programs of a cluster's sessions have started, by the ids of the sessions.
+
+    The file system's clock dates that. Ignore files that cannot be read.
+    """
+    started = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder / STARTED_FOLDER):
+            with contextlib.suppress(OSError, ValueError):
+                session, at = _read_taken(folder / STARTED_FOLDER / name, record_id)
+                started[session] = at
+    return started
+
+
+@functools.lru_cache(maxsize=10_000)
+def _read_taken(file: Path, record_id: str) -> tuple[str, float]:
+    """Return which session has taken a name, and when. In one cluster, this never changes."""
+    session = read_file(file).decode()
+    if not is_session_id(session):  # it is written just now
+        raise ValueError("it contains no session's id")
+    return session, file.stat().st_mtime
+
+
+def read_entries(folder: Path, cluster: str, started: Mapping[str, float] | None = None) -> Entries:
     """Return the sessions of a cluster. Ignore files that describe none; warn once.
 
     Parameters
@@ -72,6 +85,8 @@ def read_entries(folder: Path, cluster: str) -> Entries:
         The cluster's folder.
     cluster : str
         The cluster's name.
+    started : mapping of str to float, optional
+        When their programs have started, see :func:`read_started`.
 
     Raises
     ------
@@ -89,7 +104,10 @@ def read_entries(folder: Path, cluster: str) -> Entries:
         if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
             by_session.setdefault(_session_of(name), []).append(name)
     read = (_read_session(names, sessions, cluster) for names in by_session.values())
-    launches = sorted((launch for launch in read if launch is not None), key=_order)
+    launches = [
+        replace(launch, started=(started or {}).get(launch.id)) for launch in read if launch is not None
+    ]
+    launches.sort(key=_order)
     return Entries(
         {launch.id: launch for launch in launches if launch.ended is None},
         {launch.id: launch for launch in launches if launch.ended is not None},
@@ -108,29 +126,28 @@ def _order(launch: Launch) -> tuple[int, int, str, str]:
 def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | None:
     """Return the session that the names of its files describe. Return None if they describe none."""
     launches = []
-    facts: dict[str, Any] = {}
-    # In this order, the end of a wait counts more than the wait, and the first of two times.
-    for name in sorted(names, reverse=True):
-        fields = read_fact(name)
-        if fields is not None:
-            facts |= fields
+    end: dict[str, Any] = {}
+    for name in sorted(names, reverse=True):  # of two ends, the first counts
+        match = _END.fullmatch(name)
+        if match is not None:
+            end = {"ended": int(match[1]), "cause": match[2].replace("-", " ")}
             continue
         try:
             launches.append(parse(name, cluster))
         except ValueError:
             report_ignored(f"{name!a} in {folder}", "it is not the name of a session's file")
-    return replace(min(launches, key=_order), **facts) if launches else None
+    return replace(min(launches, key=_order), **end) if launches else None
 
 
-def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Path) -> None:
+def write_entries(launched: Iterable[Launch], ends: Iterable[str], folder: Path) -> None:
     """Create files of a cluster's sessions, unless they exist.
 
     Parameters
     ----------
     launched : iterable of Launch
         New sessions.
-    facts : collection of str
-        The names of files from :func:`fact`.
+    ends : iterable of str
+        The names of files from :func:`end_file`.
     folder : Path
         The cluster's folder, which has the cluster's name.
 
@@ -143,8 +160,7 @@ def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Pa
     """
     sessions = folder / SESSIONS_FOLDER
     check_folder(sessions)
-    # Nobody reads a fact of a session that is not in the record, such as the engine of a refused launch.
-    names = [*(file_name(launch, folder.name) for launch in launched), *facts]
-    for name in names:
+    # Nobody reads the end of a session that is not in the record, such as the engine of a refused launch.
+    for name in (*(file_name(launch, folder.name) for launch in launched), *ends):
         with contextlib.suppress(FileExistsError):
             os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

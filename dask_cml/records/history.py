@@ -235,7 +235,7 @@ def end_of(record: Record) -> float:
         return now
     times = [record.created.timestamp(), 0.0]
     for launch in {**record.launches, **record.ended}.values():
-        times.append(launch.ended or launch.began or launch.launched)
+        times.append(launch.ended or launch.started or launch.launched)
     return max(times)
 
 

@@ -13,12 +13,13 @@ from dask_cml.cancellation import to_the_end
 from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.output import get_logger
 from dask_cml.records import history, liveness, store
-from dask_cml.records.entries import fact
+from dask_cml.records.entries import end_file
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.answers import CallFailed, NoAnswer
 from dask_cml.sessions.calls import call_within
 from dask_cml.sessions.here import this_user
+from dask_cml.sessions.session import WAITS_AFTER
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
@@ -170,9 +171,10 @@ def status_of(record: Record, finding: Finding) -> str:
 
 
 def _waiting(record: Record) -> dict[str, float | None]:
-    """Describe the queued sessions, as far as their keeper has recorded it."""
-    times = [launch.launched for launch in record.launches.values() if launch.waits]
-    return {"waiting": len(times), "waiting_for": max(0.0, time.time() - min(times)) if times else None}
+    """Describe the queued sessions: for some time, their programs have not started."""
+    times = [time.time() - launch.launched for launch in record.launches.values() if launch.started is None]
+    queued = [seconds for seconds in times if seconds > WAITS_AFTER]
+    return {"waiting": len(queued), "waiting_for": max(queued, default=None)}
 
 
 async def ended_clusters() -> list[history.EndedCluster]:
@@ -270,7 +272,7 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
         try:
             api.end()
         except CallFailed:  # of some: the others are not to be listed any more
-            ended = [fact(session, "ended", int(time.time()), "") for session in stopped - api.live.keys()]
+            ended = [end_file(session, int(time.time())) for session in stopped - api.live.keys()]
             with contextlib.suppress(OSError, CMLError):
                 call_within(timing.files, store.write_sessions, record, [], ended)
             raise

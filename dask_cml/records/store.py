@@ -19,7 +19,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
-from dask_cml.records.entries import read_entries, write_entries
+from dask_cml.records.entries import read_entries, read_started, write_entries
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.answers import NoAnswer
 from dask_cml.sessions.calls import call_within
@@ -161,7 +161,7 @@ def claim_scheduler(record: Record, number: int, board: Mapping[str, Any]) -> bo
     return claimed
 
 
-def write_sessions(record: Record, launched: Collection[Launch], facts: Collection[str]) -> None:
+def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[str] = ()) -> None:
     """Write sessions into a cluster's record.
 
     A process that removes the cluster after this returns gets these sessions from :func:`remove`.
@@ -170,8 +170,8 @@ def write_sessions(record: Record, launched: Collection[Launch], facts: Collecti
     ----------
     record : Record
         The cluster's record.
-    launched, facts
-        As in :func:`dask_cml.sessions.entry.write_entries`.
+    launched, ends
+        As in :func:`dask_cml.records.entries.write_entries`.
 
     Raises
     ------
@@ -179,7 +179,7 @@ def write_sessions(record: Record, launched: Collection[Launch], facts: Collecti
         If the cluster does not exist any more, or another one has its name. The caller must stop the
         sessions that it launched.
     """
-    _write_in(record, lambda: write_entries(launched, facts, record.folder))
+    _write_in(record, lambda: write_entries(launched, ends, record.folder))
 
 
 def _write_in(record: Record, write: Callable[[], None]) -> None:
@@ -233,22 +233,6 @@ def given_names(record: Record) -> set[str]:
     if _has(record.folder, record):
         names.update(map(unquote, os.listdir(record.folder / STARTED_FOLDER)))
     return names
-
-
-def started_for(record: Record) -> dict[str, float]:
-    """Return for how long the programs of sessions have run, in seconds, by the ids of the sessions.
-
-    A session takes its name when its program starts. The file system's clock dates that, and says what time
-    it is now.
-    """
-    ages = {}
-    with contextlib.suppress(OSError):
-        os.utime(record.folder.parent)
-        now = record.folder.parent.stat().st_mtime
-        for file in (record.folder / STARTED_FOLDER).iterdir():
-            with contextlib.suppress(OSError, CMLError, ValueError):
-                ages[read_file(file).decode()] = max(0.0, now - file.stat().st_mtime)
-    return ages
 
 
 def read(name: str, directory: Path | None = None) -> Record:
@@ -435,14 +419,15 @@ def _read(folder: Path) -> Record | None:
         raise ValueError(f"it is the record of another cluster, {record.name!r}")
     if SESSIONS_FOLDER not in names:
         raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
-    sessions = read_entries(folder, record.name)
+    sessions = read_entries(folder, record.name, read_started(folder, record.id))
     scheduler = _read_scheduler(folder, names) or record.scheduler
     launches = dict(sessions.live)
     known = launches.keys() | sessions.ended.keys()
     if is_session_id(scheduler.session) and scheduler.session not in known:
         # Neither its keeper nor the session itself could enter it, as on a full disk.
         launched = int(record.created.timestamp())
-        launches[scheduler.session] = Launch(scheduler.session, SCHEDULER, None, launched)
+        launch = Launch(scheduler.session, SCHEDULER, None, launched, started=launched)
+        launches[scheduler.session] = launch
     return replace(record, folder=folder, launches=launches, ended=sessions.ended, scheduler=scheduler)
 
 

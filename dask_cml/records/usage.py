@@ -164,8 +164,8 @@ def _sum(launches: Iterable[Launch], cluster: str, now: float) -> dict[str, Sess
 def usage_of(record: Record, now: float) -> Usage:
     """Return the usage of a cluster.
 
-    A session counts from its launch or, if it was queued, from the end of the queue. It counts until it
-    was stopped or found to have ended. If the record still lists it, it counts until now.
+    A session counts from when its program starts until it was stopped or found to have ended. If the record
+    still lists it, it counts until now.
 
     Parameters
     ----------

@@ -40,10 +40,8 @@ class Launch:
         The time of its launch, in seconds since 1970.
     size : SessionSize, optional
         Its size, if that is known.
-    waits : bool
-        Whether it is queued, or ended in the queue.
-    began : int, optional
-        If it was queued, the time at which it left the queue.
+    started : float, optional
+        The time at which its program has taken its name. None: it is queued, or ended in the queue.
     ended : int, optional
         The time of its end.
     cause : str
@@ -57,15 +55,14 @@ class Launch:
     owner: str | None
     launched: int
     size: SessionSize | None = None
-    waits: bool = False
-    began: int | None = None
+    started: float | None = None
     ended: int | None = None
     cause: str = ""
     group: str | None = None
 
     def seconds(self, now: float) -> float:
         """Return for how long it has used room, in seconds."""
-        return 0.0 if self.waits else (self.ended or now) - (self.began or self.launched)
+        return 0.0 if self.started is None else (self.ended or now) - self.started
 
     def worker_group(self, cluster: str) -> str:
         """Return the worker group of a worker's session in a cluster."""

@@ -29,7 +29,7 @@ from dask_cml.timing import timing
 
 _LOG_LINES = 15
 #: Seconds in `scheduling` after which a session counts as queued.
-_WAITS_AFTER = 10.0
+WAITS_AFTER = 10.0
 
 
 class Phase(enum.Enum):
@@ -175,6 +175,7 @@ class CMLProcess(ProcessInterface):
         launch: Launch | None,
         app_url: str | None = None,
         runs_for: float | None = 0.0,
+        waits: bool = False,
     ) -> None:
         """Take over a session whose launch was not answered here. The platform may not list it here.
 
@@ -188,9 +189,10 @@ class CMLProcess(ProcessInterface):
             Its URL.
         runs_for : float or None
             For how long its program has run, in seconds. None: it has not started yet.
+        waits : bool
+            Whether it is known to be queued, unless its program runs.
         """
         self.api.adopt(session_id, self.plan.name)
-        waits = launch is not None and launch.waits
         status = "running" if runs_for is not None else "scheduling" if waits else "starting"
         self.info = {"id": session_id, "status": status, "app_url": app_url}
         self.is_listed, self._missing_since = False, None
@@ -290,7 +292,7 @@ class CMLProcess(ProcessInterface):
         """Time for which the session has been queued, in seconds. None if it is not queued yet."""
         if not self.is_scheduling or self.status == Status.closed:
             return None
-        return self.launched_for if self.launched_for > _WAITS_AFTER else None
+        return self.launched_for if self.launched_for > WAITS_AFTER else None
 
     @property
     def is_scheduling(self) -> bool:

@@ -13,7 +13,7 @@ from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
 from dask_cml.output import get_logger
 from dask_cml.records import store
-from dask_cml.records.entries import fact
+from dask_cml.records.entries import end_file
 from dask_cml.records.record import Record
 from dask_cml.sessions.answers import time_of
 from dask_cml.sessions.entry import Launch
@@ -48,13 +48,12 @@ class Journal:
         self._api = api
         self._record = record
         self._written = {*record.launches}
-        self._waiting = {launch.id for launch in record.launches.values() if launch.waits}
         #: Launched processes that are not in the record yet.
         self._entering: list[CMLProcess] = []
         #: Sessions of no process at the last write.
         self._unused: set[str] = set()
         #: Why and when sessions ended by themselves, by their ids.
-        self._ends: dict[str, tuple[int | None, str]] = {}
+        self._ends: dict[str, tuple[int, str]] = {}
         #: Why the last write failed. The next one tries again, and only another reason is logged.
         self._failure: str | None = None
         self._lock = asyncio.Lock()
@@ -94,7 +93,7 @@ class Journal:
         if not entering:
             return
         launches = [self._launch(str(process.session_id), process.name, process) for process in entering]
-        await to_the_end(store.write_sessions, self._record, launches, [])
+        await to_the_end(store.write_sessions, self._record, launches)
         self._written.update(launch.id for launch in launches)
 
     async def _write(self, processes: dict[str, CMLProcess]) -> None:
@@ -106,25 +105,17 @@ class Journal:
             del new[session]
         self._unused = unused
         launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
-        waiting, begun = set(), set()
         for session, process in processes.items():
-            if process.waits_for is not None:
-                waiting.add(session)
-            if session in self._waiting and not process.is_scheduling:
-                begun.add(session)
-            has_end = process.info.get("finished_at") and time_of(process.info, "finished_at") is not None
-            if process.loss is not None or has_end:
+            if process.loss is not None or time_of(process.info, "finished_at") is not None:
                 self._ends[session] = _end_of(process)
         stopped = {*self._api.stopped}
-        facts = [fact(session, "waits") for session in (waiting & sessions.keys()) - self._waiting]
-        facts += [fact(session, "began", now) for session in begun]
+        ends = []
         for session in stopped:
-            ended, cause = self._ends.get(session, (None, ""))
-            facts.append(fact(session, "ended", now if ended is None else min(now, ended), cause))
-        if launched or facts:
-            # A cancellation waits: later facts must not be written before these facts.
-            await to_the_end(store.write_sessions, self._record, launched, facts)
-        self._waiting = (self._waiting | (waiting & sessions.keys())) - begun - stopped
+            ended, cause = self._ends.get(session, (now, ""))
+            ends.append(end_file(session, min(now, ended), cause))
+        if launched or ends:
+            # A cancellation waits: ends must not be written before these launches.
+            await to_the_end(store.write_sessions, self._record, launched, ends)
         self._written = (self._written | new.keys()) - stopped
         # A late answer of the platform may enter a stopped session once more. Then it is stopped again.
         self._api.stopped.difference_update(stopped)
@@ -146,7 +137,7 @@ class Journal:
         )
 
 
-def _end_of(process: CMLProcess) -> tuple[int | None, str]:
+def _end_of(process: CMLProcess) -> tuple[int, str]:
     """Return when a session ended, by the platform, and the cause if nobody asked for it."""
     finished = time_of(process.info, "finished_at")
-    return None if finished is None else int(finished.timestamp()), (process.loss or "").replace(" ", "-")
+    return int(time.time() if finished is None else finished.timestamp()), process.loss or ""

@@ -307,7 +307,9 @@ class Keeper:
 
     async def succeed(self, record: Record) -> None:
         """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""
-        started = await asyncio.to_thread(store.started_for, record)
+        report = self._link.board.report
+        sessions = Report.read(report).known_sessions() if report else []
+        waits = {session.id for session in sessions if session.waits_for is not None}
         self._cluster.workers.clear()
         self._cluster.groups.drop(self._cluster.groups.workers())
         for launch in record.launches.values():
@@ -326,7 +328,8 @@ class Keeper:
             with self._cluster.groups.changing():
                 self._cluster.worker_spec[launch.key] = spec
             worker = self._cluster.processes.make(launch.key)
-            worker.adopt(launch.id, launch, runs_for=started.get(launch.id))
+            runs_for = None if launch.started is None else max(0.0, time.time() - launch.started)
+            worker.adopt(launch.id, launch, runs_for=runs_for, waits=launch.id in waits)
             self._cluster.workers[launch.key] = worker
         names = [name for worker in self._cluster.processes.workers() for name in worker.dask_names]
         last = await self._cluster.ask(protocol.LAST, names=names)

@@ -55,6 +55,11 @@ class Files:
             self.utime(descriptor)
         return descriptor
 
+    def write(self, descriptor: int, content: bytes) -> int:
+        written = os.write(descriptor, content)
+        self.utime(descriptor)
+        return written
+
     def _replace(self, old: Any, new: Any) -> None:
         self.utime(old)
         os.replace(old, new)
