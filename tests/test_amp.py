@@ -15,7 +15,6 @@ import venv
 from importlib import metadata
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -324,13 +323,3 @@ def test_the_application_serves_the_page_and_shuts_down_its_clusters_when_it_sto
     until(lambda: status(quota, session_id) == "stopped")
     assert "The web UI is closed, and the clusters created there are stopped." in quota.log(session_id)
     assert store.records() == []
-
-
-def test_the_web_ui_ends_with_a_killed_script(platform, until, monkeypatch):
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
-    command = [sys.executable, str(SCRIPTS / "app.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as script:
-        assert script.stdout.readline().startswith("Open the web UI: ")
-        [page] = psutil.Process(script.pid).children()
-        script.kill()
-        page.wait(timeout=120)

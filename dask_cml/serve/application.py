@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import subprocess
 import sys
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 
 
 def run_application() -> None:
@@ -30,9 +27,8 @@ def run_application() -> None:
     >>> from dask_cml.serve import run_application
     >>> run_application()  # doctest: +SKIP
     """
-    code = f"from {__name__} import serve_for; serve_for({os.getpid()})"
     # In a session of its own, it gets a signal to IPython's process group once, by this process.
-    web_ui = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    web_ui = subprocess.Popen([sys.executable, "-m", "dask", "cml", "serve"], start_new_session=True)
 
     def forward(signum: int, _: Any) -> None:
         web_ui.send_signal(signum)
@@ -41,13 +37,3 @@ def run_application() -> None:
         signal.signal(signum, forward)
     if status := web_ui.wait():
         sys.exit(status)
-
-
-def serve_for(parent: int) -> None:
-    """Serve the web UI until the parent process ends, or sends a signal."""
-    from dask_cml.cli import cml
-
-    # If the parent is killed, the kernel of Linux sends SIGTERM.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == parent:
-        cml(["serve"], prog_name="dask cml")

@@ -95,15 +95,11 @@ def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int)
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
     """Describe the sessions of a cluster that is connected."""
-    arrived, described = cluster.view.arrived(), []
-    for session in cluster.sessions:
-        status = status_of(session, arrived)
-        described.append(
-            _session(
-                session.role, session.name, session.id, status, session.age, session.size, session.app_url
-            )
-        )
-    return described
+    arrived = cluster.view.arrived()
+    return [
+        _session(one.role, one.name, one.id, status_of(one, arrived), one.age, one.size, one.link)
+        for one in cluster.sessions
+    ]
 
 
 def recorded_sessions(record: Record) -> list[dict[str, Any]]:
@@ -111,16 +107,16 @@ def recorded_sessions(record: Record) -> list[dict[str, Any]]:
     now, described = time.time(), []
     launches = sorted(record.launches.values(), key=lambda launch: (launch.key != SCHEDULER, launch.key))
     for launch in launches:
-        role, name, url = "worker", launch.key, None
+        role, name, link = "worker", launch.key, None
         if launch.key == SCHEDULER:
-            role, name, url = "scheduler", f"{record.name}-scheduler", record.scheduler.app_url
+            role, name, link = "scheduler", f"{record.name}-scheduler", web_link(record.scheduler.app_url)
         age = now - launch.launched
-        described.append(_session(role, name, launch.id, "unknown", age, launch.size, url))
+        described.append(_session(role, name, launch.id, "unknown", age, launch.size, link))
     return described
 
 
 def _session(
-    role: str, name: str, id: str, status: str, age: float, size: SessionSize | None, url: Any
+    role: str, name: str, id: str, status: str, age: float, size: SessionSize | None, link: str | None
 ) -> dict[str, Any]:
     """Describe a session."""
     amounts = asdict(size) if size else _NO_SIZE
@@ -131,5 +127,5 @@ def _session(
         "status": status,
         "age": age,
         **amounts,
-        "link": web_link(url),
+        "link": link,
     }

@@ -12,11 +12,8 @@ from typing import Any
 
 from dask_cml.checks import is_session_id, web_link
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.output import get_logger
 from dask_cml.sessions.here import this_owner
 from dask_cml.words import printable, printable_lines, shortened
-
-logger = get_logger(__name__)
 
 #: The platform's information on a session.
 SessionInfo = Mapping[str, Any]
@@ -40,8 +37,6 @@ _FEWER = (
 _UNAUTHORIZED = re.compile(r"\bunauthori[sz]ed\b", re.IGNORECASE)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
-#: The URLs of sessions that are no links, which were logged.
-_odd_urls: set[str] = set()
 
 
 class WrongAnswer(CMLError):
@@ -148,12 +143,8 @@ def _read(session: SessionInfo) -> SessionInfo:
     read = dict(session)
     if "status" in session:
         read["status"] = printable(str(session["status"]).lower().removeprefix("engine_"))
-    url = session.get("app_url")
-    if url and web_link(url) is None:
-        read["app_url"] = None
-        if repr(url) not in _odd_urls:
-            _odd_urls.add(repr(url))
-            logger.warning("Session without a link to its page: app_url=%s", shortened(repr(url), _LONGEST))
+    if "app_url" in session:
+        read["app_url"] = web_link(session["app_url"])
     return read
 
 

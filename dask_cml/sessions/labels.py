@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dask_cml.checks import message
@@ -19,25 +18,6 @@ from dask_cml.sessions.answers import NoAnswer, in_words
 PARAMETERS = {"accelerator_label": "accelerator_label_id", "rdma_network": "rdma_network_selections"}
 #: The key of the labels that name networks. All others name kinds of GPUs.
 _NETWORK_KEY = "rdma.network.name"
-
-
-@dataclass(frozen=True)
-class Label:
-    """A kind of GPU or a network.
-
-    Parameters
-    ----------
-    id : int
-        The id of the label.
-    key : str
-        The key of the label.
-    names : tuple of str
-        What users call it: the value of the label, and the name that CML shows, if it has one.
-    """
-
-    id: int
-    key: str
-    names: tuple[str, ...]
 
 
 def resolved(options: Mapping[str, Any], argument: str = "launch_options") -> dict[str, Any]:
@@ -66,8 +46,9 @@ def resolved(options: Mapping[str, Any], argument: str = "launch_options") -> di
             expected = f"{name} or {parameter}, not both"
             raise ValueError(message(f"{argument}[{name!r}]", options[name], expected))
     if "accelerator_label" in options:
+        gpus, _ = known_labels()
         place = f"{argument}['accelerator_label']"
-        found["accelerator_label_id"] = _find(place, options["accelerator_label"], is_network=False)
+        found["accelerator_label_id"] = _find(place, options["accelerator_label"], "a kind of GPU", gpus)
     if "rdma_network" in options:
         found["rdma_network_selections"] = _networks(f"{argument}['rdma_network']", options["rdma_network"])
     return found
@@ -79,26 +60,26 @@ def _networks(place: str, pairs: Any) -> list[dict[str, int]]:
     if not are_pairs or any(type(n) is not int or n < 1 for _, n in pairs):
         expected = 'pairs of a name and a number above 0, such as [("default/roce-network", 2)]'
         raise ValueError(message(place, pairs, expected))
-    ids = [_find(place, name, is_network=True) for name, _ in pairs]
+    _, networks = known_labels()
+    ids = [_find(place, name, "an RDMA network", networks) for name, _ in pairs]
     if len({*ids}) < len(ids):
         raise ValueError(message(place, pairs, "every network once"))
     return [{"network_label_id": id, "quantity": n} for id, (_, n) in zip(ids, pairs, strict=True)]
 
 
-def _find(place: str, name: Any, *, is_network: bool) -> int:
+def _find(place: str, name: Any, noun: str, ids: Mapping[str, int]) -> int:
     """Return the id of the label with this name."""
-    known = [label for label in known_labels() if (label.key == _NETWORK_KEY) is is_network]
-    ids = {other: label.id for label in known for other in label.names}
     if not isinstance(name, str) or name not in ids:
-        noun = "an RDMA network" if is_network else "a kind of GPU"
         expected = f"{noun} of this site: {', '.join(map(repr, sorted(ids))) or 'it has none'}"
         raise ValueError(message(place, name, expected))
     return ids[name]
 
 
 @functools.cache
-def known_labels() -> tuple[Label, ...]:
-    """Return the labels of the site. CML is asked once in a process, unless it does not answer.
+def known_labels() -> tuple[dict[str, int], dict[str, int]]:
+    """Return the ids of the site's kinds of GPUs, and of its networks, by name. A label may have two names.
+
+    CML is asked once in a process, unless it does not answer.
 
     Raises
     ------
@@ -121,10 +102,13 @@ def known_labels() -> tuple[Label, ...]:
         status = getattr(error, "status", None) or 500
         kind = CMLError if status < 500 else NoAnswer
         raise kind(f"GPUs and networks not found by name: {in_words(error)}") from error
-    labels = []
+    gpus: dict[str, int] = {}
+    networks: dict[str, int] = {}
     for label in answer.accelerator_node_label or ():
-        names = (label.label_value, getattr(label, "display_name", None))
-        is_there = label.label_key != _NETWORK_KEY or label.availability is not False
-        if is_there and label.id is not None:
-            labels.append(Label(int(label.id), str(label.label_key), (*map(str, filter(None, names)),)))
-    return tuple(labels)
+        is_network = label.label_key == _NETWORK_KEY
+        if is_network and label.availability is False:
+            continue
+        for name in (label.label_value, getattr(label, "display_name", None)):
+            if name:
+                (networks if is_network else gpus)[str(name)] = int(label.id)
+    return gpus, networks
