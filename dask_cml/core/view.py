@@ -113,9 +113,9 @@ class View(Sessions):
     @property
     def to_launch(self) -> list[str]:
         """The wanted workers that are being launched, or that the next step launches."""
-        wanted = self._cluster.worker_spec
+        wanted, launching = self._cluster.worker_spec, self._processes.launching
         ready = [name for names in self._processes.ready.values() for name in names]
-        return [name for name in self._processes.launching if name in wanted] + ready
+        return [name for name in wanted if name in launching] + ready
 
     @property
     def to_stop(self) -> list[str]:
