@@ -170,13 +170,8 @@ def usage() -> Usage:
 
 
 def ended() -> list[EndedCluster]:
-    """Ended clusters: one with a long time line, one with hostile texts, and two of short lives."""
+    """Ended clusters: one of many tasks, one with hostile texts, and two of short lives."""
     end = 1795401000.0
-    samples = []
-    for i in range(120):
-        wanted = 4 if i < 20 else 12 if i < 70 else 6
-        connected = min(wanted, max(0, i - 3) // 2 if i < 60 else wanted)
-        samples.append((end - 6 * 3600 + 180 * i, wanted, connected, min(connected, i * 7 % 13)))
     known = {"user": "alice", "session": None, "usage": usage()}
     return [
         EndedCluster(
@@ -187,9 +182,6 @@ def ended() -> list[EndedCluster]:
             why="idle for 1800 s",
             tasks_done=12840,
             most_workers=12,
-            session_seconds=12.3 * 3600,
-            busy_seconds=7.257 * 3600,
-            samples=samples,
             **known,
         ),
         EndedCluster(
@@ -198,7 +190,6 @@ def ended() -> list[EndedCluster]:
             created=end - 90000,
             ended=end - 86400,
             why="</title><script>alert(1)</script>",
-            samples=[(end - 90000, 1, 0, 0)],
             **{**known, "user": "<b>bob</b>"},
         ),
         EndedCluster(

@@ -42,13 +42,7 @@ from dask_cml.sessions.here import this_user
 
 HOUR = 3600
 GONE = Maker("elsewhere", 1, 1.0, "session-of-ann", "ann")
-ACTIVITY = {
-    "tasks_done": 7,
-    "most_workers": 2,
-    "session_seconds": 2 * HOUR,
-    "busy_seconds": HOUR,
-    "samples": [[LAUNCHED, 2, 0, 0], [LAUNCHED + 60, 2, 2, 1]],
-}
+ACTIVITY = {"tasks_done": 7, "most_workers": 2}
 
 
 def the_only_one():
@@ -142,7 +136,6 @@ async def test_workers_that_a_subclass_names_count(it):
         assert [*await cluster.get_logs(cluster=False, workers=["a-w0"])] == ["Scheduler", "a-w0"]
         await eventually(lambda: store.read("lab").scheduler.workers.groups == {"default": 2})
     assert the_only_one().most_workers == 2
-    assert the_only_one().session_seconds > 0
     assert the_only_one().usage["default"].sessions == 2
 
 
@@ -195,23 +188,7 @@ def test_hours_of_a_dead_cluster_count_until_its_last_sign_of_life(state):
     assert found.duration == pytest.approx(HOUR, abs=2)
     assert found.usage["default"].hours == pytest.approx(1, abs=0.01)
     assert (found.user, found.session, found.why) == ("ann", "session-of-ann", "its session ended")
-    assert (found.tasks_done, found.most_workers, found.idle) == (7, 2, 0.5)
-    assert found.idle_words == "50 % of 2.0 worker hours were idle"
-    assert [*map(list, found.samples)] == ACTIVITY["samples"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (40, "50 % of 40 worker seconds"),
-        (90, "50 % of 1.5 worker minutes"),
-        (5400, "50 % of 1.5 worker hours"),
-    ],
-)
-def test_a_short_time_of_workers_is_no_number_of_zero_hours(state, seconds, words):
-    activity = {**ACTIVITY, "session_seconds": seconds, "busy_seconds": seconds / 2}
-    history.remember(dead_record(activity=activity))
-    assert the_only_one().idle_words == f"{words} were idle"
+    assert (found.tasks_done, found.most_workers) == (7, 2)
 
 
 def test_a_cluster_whose_scheduler_never_answered_ended_with_its_last_launch(state):
@@ -253,16 +230,16 @@ def test_a_removed_cluster_is_not_added_to_the_history_again(state):
 @pytest.mark.parametrize(
     "activity",
     [
-        {"samples": 3},
-        {"samples": [[1, 2]]},
+        {"failures": 3},
+        {"failures": [[1, 2]]},
         {"tasks_done": "<b>"},
-        {"session_seconds": -1},
-        {"busy_seconds": 1e300},
+        {"tasks_failed": -1},
+        {"most_workers": 1e300},
     ],
 )
 def test_invalid_numbers_of_a_scheduler_are_left_out(state, activity):
     history.remember(dead_record(activity={**ACTIVITY, **activity}))
-    assert (the_only_one().tasks_done, the_only_one().idle, the_only_one().samples) == (0, None, [])
+    assert (the_only_one().tasks_done, the_only_one().most_workers) == (0, 0)
     assert the_only_one().usage.total.sessions == 2
 
 
@@ -351,7 +328,7 @@ HOSTILE = {
     "infinite": json.dumps(valid()).replace(str(LAUNCHED + HOUR), "1e999"),
     "far": valid(ended=1e15),
     "huge": valid(ended=10**400),
-    "negative": valid(busy_seconds=-1),
+    "negative": valid(most_workers=-1),
     "boolean": valid(tasks_done=True),
     "name": valid(name=["lab"]),
     "user": valid(user=0),
@@ -360,8 +337,7 @@ HOSTILE = {
     "usage": valid(usage=[]),
     "hours": valid(usage={"groups": {"default": {**HOURS, "hours": "1"}}}),
     "lost": valid(usage={"groups": {"default": {**HOURS, "lost": {"killed": "x"}}}}),
-    "samples": valid(samples={"a": 1}),
-    "sample": valid(samples=[[1, 2, 3]]),
+    "failures": valid(failures={"a": 1}),
     "large": json.dumps(valid(why="x" * 1_100_000)),
 }
 
@@ -477,11 +453,11 @@ def test_one_cluster_is_shown_in_detail(platform):
     assert lines[4:7] == [
         "why closed",
         "tasks 7 done",
-        "workers 2 at most; 50 % of 2.0 worker hours were idle",
+        "workers 2 at most",
     ]
     assert lines[-1] == "usage total 4 2.00 2.00 2.00 0.00 1.00 1 evicted"
     [described] = json.loads(run("lab", "--json"))
-    assert (described["idle"], described["cost"], described["samples"]) == (0.5, None, ACTIVITY["samples"])
+    assert (described["most_workers"], described["cost"]) == (2, None)
     assert described["usage"]["total"]["lost"] == {"evicted": 1}
     assert "no ended cluster named 'day'" in run("day", code=1)
 

@@ -270,7 +270,7 @@ async def test_the_page_and_the_sidebar_show_clusters_next_to_something_odd(lab,
         for cluster in ended:
             with contextlib.suppress(ValueError, CMLError):  # the log is missing, or a pipe
                 cluster.logs().part("Cluster")
-        shown = [*described, *details, *(cluster.describe(samples=True) for cluster in ended)]
+        shown = [*described, *details, *(cluster.describe() for cluster in ended)]
         assert "cannot be described" not in json.dumps(shown)
     finally:
         await clusters.close()

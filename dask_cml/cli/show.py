@@ -199,7 +199,7 @@ async def ended(name: str | None, since: str | None, by: str | None, as_json: bo
     if by is not None:
         clusters = [cluster for cluster in clusters if cluster.user == by]
     if as_json:
-        print_json([cluster.describe(samples=name is not None) for cluster in clusters])
+        print_json([cluster.describe() for cluster in clusters])
     elif name is None:
         _print_ended(clusters)
     elif clusters:
@@ -242,7 +242,7 @@ def _print_one(cluster: EndedCluster) -> None:
         "ended": f"{format_time(cluster.ended)}, after {format_duration(cluster.duration)}",
         "why": cluster.why,
         "tasks": cluster.task_words,
-        "workers": f"{cluster.most_workers} at most; {cluster.idle_words}",
+        "workers": f"{cluster.most_workers} at most",
     }
     lines = [*values.items(), *(("failed", failure) for failure in cluster.failures)]
     _print([*lines, ("logs", where_logs_are(cluster))], cluster.usage)

@@ -46,7 +46,7 @@ from dask_cml.words import first_line, printable
 logger = get_logger(__name__)
 
 _SUFFIX = ".json"
-_LONGEST_TEXT, _MOST_SAMPLES, _MOST_FAILURES = 300, 1000, 10
+_LONGEST_TEXT, _MOST_FAILURES = 300, 10
 #: Maximum number of bytes of one log, and of workers whose logs are kept.
 _MOST_OF_A_LOG, _MOST_LOGS = 2**20, 100
 #: The reason if no process has seen the end.
@@ -75,10 +75,6 @@ class EndedCluster:
         The last failed tasks, with their errors.
     most_workers : float
         The largest number of worker sessions that were connected at once.
-    session_seconds, busy_seconds : float
-        Sums of the times for which worker sessions were connected, and had tasks.
-    samples : sequence of tuples
-        Times in seconds since 1970, with the numbers of requested, connected and busy worker sessions.
     log_directory : str or None
         Its option. None: the history keeps its logs.
     """
@@ -95,9 +91,6 @@ class EndedCluster:
     tasks_failed: Amount = 0
     failures: Sequence[str] = ()
     most_workers: Amount = 0
-    session_seconds: Amount = 0
-    busy_seconds: Amount = 0
-    samples: Sequence[tuple[Amount, Amount, Amount, Amount]] = ()
     log_directory: str | None = None
 
     @classmethod
@@ -146,23 +139,16 @@ class EndedCluster:
             if isinstance(value, str):
                 texts[name] = printable(value)[:_LONGEST_TEXT]
         texts["failures"] = [printable(text)[:_LONGEST_TEXT] for text in cluster.failures[:_MOST_FAILURES]]
-        return replace(cluster, **texts, samples=sorted(cluster.samples[:_MOST_SAMPLES]))
+        return replace(cluster, **texts)
 
     def to_json(self) -> dict[str, Any]:
         """Return it for JSON."""
         return {**vars(self), "usage": self.usage.to_json()}
 
-    def describe(self, samples: bool = False) -> dict[str, Any]:
-        """Describe it for programs.
-
-        Parameters
-        ----------
-        samples : bool
-            Whether to include the samples.
-        """
+    def describe(self) -> dict[str, Any]:
+        """Describe it for programs."""
         times = {name: _iso(getattr(self, name)) for name in ("created", "ended")}
-        derived = {"duration": self.duration, "idle": self.idle, "cost": self.usage.total.cost}
-        return {**self.to_json(), **times, **derived, "samples": self.samples if samples else []}
+        return {**self.to_json(), **times, "duration": self.duration, "cost": self.usage.total.cost}
 
     def logs(self) -> SessionLogs:
         """Return what is left of its logs."""
@@ -175,27 +161,6 @@ class EndedCluster:
     def duration(self) -> float:
         """Seconds from its creation to its end."""
         return max(0.0, self.ended - self.created)
-
-    @property
-    def idle(self) -> float | None:
-        """The share of its workers' time without tasks. None if no worker was connected."""
-        return max(0.0, 1 - self.busy_seconds / self.session_seconds) if self.session_seconds else None
-
-    @property
-    def idle_words(self) -> str:
-        """The text for the share of idle time."""
-        if not self.most_workers:
-            return "no worker was connected"
-        if self.idle is None:
-            return "connected for less than a second"
-        percent = round(100 * self.idle)
-        if self.busy_seconds:
-            percent = min(percent, 99)
-        seconds = self.session_seconds
-        for unit, length in (("hours", 3600), ("minutes", 60)):
-            if seconds >= length:
-                return f"{percent} % of {seconds / length:.1f} worker {unit} were idle"
-        return f"{percent} % of {seconds:.0f} worker seconds were idle"
 
     @property
     def task_words(self) -> str:

@@ -31,7 +31,7 @@ from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
 from dask_cml.scheduler import dashboard
-from dask_cml.scheduler.activity import Activity, Work
+from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.board import Board, GroupChanges
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Text, Watcher, checked
@@ -492,23 +492,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return self._idle_since if now - self._idle_since >= timing.idle else None
 
     def _note_activity(self) -> None:
-        busy: dict[str, bool] = {}
-        for worker in self._scheduler.workers.values():
-            session = self._session_of(worker)
-            if session is not None:
-                _, name = session
-                busy[name] = busy.get(name, False) or bool(worker.processing)
-        prefixes = [*self._scheduler.task_prefixes.values()]
-        work = Work(
-            wanted=sum(group.target for group in self._board.groups.values()),
-            connected=len(busy),
-            busy=sum(busy.values()),
-            threads=sum(worker.nthreads for worker in self._scheduler.workers.values()),
-            computed=sum(prefix.all_durations["compute"] for prefix in prefixes),
-            tasks_done=self._tasks_done(),
-            tasks_failed=sum(prefix.state_counts["erred"] for prefix in prefixes),
-        )
-        self._activity.note(time.time(), work)
+        sessions = map(self._session_of, self._scheduler.workers.values())
+        names = {name for _, name in filter(None, sessions)}
+        prefixes = self._scheduler.task_prefixes.values()
+        n_failed = sum(prefix.state_counts["erred"] for prefix in prefixes)
+        self._activity.note(len(names), self._tasks_done(), n_failed)
         failed = [*self._scheduler.erred_tasks][:_MOST_FAILURES]
         if failed:
             # Dask notes no text if the workers died.

@@ -85,9 +85,9 @@ class Ended(ApiHandler):
     """``/api/history/ID``."""
 
     async def get(self, id: str) -> None:
-        """Describe a cluster that has ended, with the samples of its time line."""
+        """Describe a cluster that has ended."""
         [cluster] = await self.clusters.ended(id)
-        self.answer(cluster.describe(samples=True))
+        self.answer(cluster.describe())
 
 
 class Cluster(ApiHandler):

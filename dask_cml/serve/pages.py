@@ -178,7 +178,7 @@ class EndedPage(Page):
     """One ended cluster."""
 
     async def get(self, id: str) -> None:
-        """Show the cluster, with its time line."""
+        """Show the cluster."""
         [cluster] = await self.clusters.ended(id)
         logs = await asyncio.to_thread(where_logs_are, cluster)
         self.show("ended", cluster=cluster, usage=cluster.usage.to_json(), logs=logs)
