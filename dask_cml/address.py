@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -34,6 +33,7 @@ from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import SCHEME, Record
 from dask_cml.sessions import here, tls
+from dask_cml.words import command
 
 logger = get_logger(__name__)
 
@@ -320,7 +320,7 @@ async def _running(name: str) -> Record:
         if await _in_thread(liveness.is_abandoned, record):
             raise NoSuchCluster(
                 f"the creator of cluster {name!r} ended before the scheduler answered: run "
-                f"`dask cml delete {shlex.quote(name)}`",
+                f"{command('delete', name)}",
                 name,
             )
         scheduler = f"{record.id} {record.scheduler.number}"

@@ -7,7 +7,6 @@ from notebooks, ``dask cml`` and other Jupyter servers. The Jupyter server is co
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 import uuid
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from dask_cml.errors import CMLError
 from dask_cml.observers import Observed, ObservedCluster, Observers
 from dask_cml.records.record import Record
 from dask_cml.sessions.here import this_session, this_user
+from dask_cml.words import command
 
 #: The sidebar identifies a cluster by an id, which should not change when the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
@@ -110,9 +110,9 @@ class ListedCluster(ObservedCluster):
         """
         record, user = self.record, this_user()
         if record is not None and record.maker.user not in (None, user):
-            command = f"dask cml delete {shlex.quote(record.name)}"
             raise CMLError(
-                f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run `{command}`"
+                f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run "
+                f"{command('delete', record.name)}"
             )
         self.end_reason = f"shut down in JupyterLab's sidebar by {self.sharing.who}"
         return self.shutdown(timeout)

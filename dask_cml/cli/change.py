@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from dask_cml.cli.console import (
 from dask_cml.cli.create import OptionsCommand, given
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import waiting_workers
+from dask_cml.words import command, waiting_workers
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -214,7 +213,7 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
     from dask_cml.records import operations, store
 
     if bool(names) == everything:
-        raise click.UsageError(f"expected names of clusters, such as `{_delete('night')}`, or --all")
+        raise click.UsageError(f"expected names of clusters, such as {command('delete', 'night')}, or --all")
     records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
     noun = "cluster" if len(records) == 1 else "clusters"
     show(f"Deleting {len(records)} {noun}")
@@ -235,12 +234,8 @@ async def prune() -> None:
     results, skipped = await operations.prune()
     show()
     for name, why in skipped.items():
-        echo(f"Cluster {name} skipped: {why}. To delete it anyway: `{_delete(name)}`", err=True)
+        echo(f"Cluster {name} skipped: {why}. To delete it anyway: {command('delete', name)}", err=True)
     _report(results, "No dead clusters.")
-
-
-def _delete(name: str) -> str:
-    return f"dask cml delete {shlex.quote(name)}"
 
 
 def _report(results: dict[str, Any], none: str) -> None:
@@ -250,7 +245,7 @@ def _report(results: dict[str, Any], none: str) -> None:
         if error is None:
             echo(f"Cluster {name} deleted")
         else:
-            retry = f"To try again: `{_delete(name)}`"
+            retry = f"To try again: {command('delete', name)}"
             echo(f"Error: cluster {name} not deleted: {first_line_of(error)}. {retry}", err=True)
     if not results:
         echo(none, err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from dask_cml.cli.console import (
 )
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import adapting, adapts, format_duration, format_time, idle, waiting
+from dask_cml.words import adapting, adapts, command, format_duration, format_time, idle, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
@@ -155,8 +154,7 @@ def _record_of(name: str) -> Record:
         return store.read(name)
     except NoSuchCluster as error:
         if _ended(name):
-            command = f"dask cml history {shlex.quote(name)}"
-            raise CMLError(f"{error}. It has ended: run `{command}`") from None
+            raise CMLError(f"{error}. It has ended: run {command('history', name)}") from None
         raise
 
 

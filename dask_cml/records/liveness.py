@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import enum
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from dask_cml.records.record import Record
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
-from dask_cml.words import format_duration
+from dask_cml.words import command, format_duration
 
 logger = get_logger(__name__)
 
@@ -318,5 +317,5 @@ def why_not_contacted(record: Record) -> str | None:
     return (
         "it has no keys, and its scheduler has left no sign of life for two minutes. If it has ended, "
         f"another program may have its address {record.scheduler.address}; if it runs, the disk may "
-        f"be full. If the cluster does not run any more, run `dask cml delete {shlex.quote(record.name)}`"
+        f"be full. If the cluster does not run any more, run {command('delete', record.name)}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from dask_cml.sessions.session import WAITS_AFTER
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
+from dask_cml.words import command
 
 logger = get_logger(__name__)
 
@@ -84,7 +84,7 @@ async def wait_until_running(record: Record) -> Record:
     CMLError
         If its scheduler does not answer in time, or its creator has ended before.
     """
-    name, command = record.name, f"`dask cml delete {shlex.quote(record.name)}`"
+    name, delete = record.name, command("delete", record.name)
     timeout = record.start_timeout
     deadline = time.monotonic() + timeout
     while True:
@@ -97,12 +97,12 @@ async def wait_until_running(record: Record) -> Record:
             return record
         if await asyncio.to_thread(liveness.is_abandoned, record):
             raise CMLError(
-                f"the creator of cluster {name!r} ended before the scheduler answered: run {command}"
+                f"the creator of cluster {name!r} ended before the scheduler answered: run {delete}"
             )
         if time.monotonic() > deadline:
             raise CMLError(
                 f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: to see why, run "
-                f"`dask cml logs {shlex.quote(name)}`; to stop its sessions, run {command}"
+                f"{command('logs', name)}; to stop its sessions, run {delete}"
             )
         await asyncio.sleep(_POLL_INTERVAL)
 
@@ -289,8 +289,7 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
         stop(record.sessions)
         raise CMLError(
             f"the known sessions of cluster {record.name!r} are stopped, but its folder {record.folder} is "
-            f"not removed: {error}. When the file system answers, run `dask cml delete "
-            f"{shlex.quote(record.name)}`"
+            f"not removed: {error}. When the file system answers, run {command('delete', record.name)}"
         ) from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -269,7 +268,7 @@ class Sharing(Alone):
         if record.version != VERSION:
             raise CMLError(
                 f"cluster {name!r} was created by another dask-cml: manage it with that one, or run "
-                f"`dask cml delete {shlex.quote(name)}`"
+                f"{command('delete', name)}"
             )
         differing = cluster.options.differing(given, record.options)
         kept = f"; it runs with its own {', '.join(differing)}" if differing else ""
