@@ -13,13 +13,12 @@ import re
 import runpy
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
@@ -44,8 +43,6 @@ _CANNOT_START = 127
 #: What is expanded in arguments and environment variables of users.
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 _HOME = re.compile(r"(?:^|(?<=[:=]))~(?=[/:]|$)")
-_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE = os.O_WRONLY | os.O_CREAT | _SAFELY
 
 
 class Log:
@@ -78,7 +75,7 @@ class Log:
         with self._writing:
             self.end = (self.end + output)[-_KEPT:]
             try:
-                with self._open(_CREATE | os.O_APPEND, "ab") as file:
+                with open(self._path, "ab", opener=_safely) as file:
                     if self._missing:
                         lost = b"\n[%d bytes of output lost: the log could not be written]\n"
                         file.write(lost % self._missing)
@@ -96,7 +93,7 @@ class Log:
         """
         if self._size < 3 * _KEPT_OF_LOG:
             return
-        with self._writing, contextlib.suppress(OSError), self._open(os.O_RDWR | _SAFELY, "r+b") as file:
+        with self._writing, contextlib.suppress(OSError), open(self._path, "r+b", opener=_safely) as file:
             size = os.fstat(file.fileno()).st_size
             if size < 3 * _KEPT_OF_LOG:  # a task has replaced it
                 return
@@ -120,15 +117,6 @@ class Log:
                 file.seek(target)
                 target += file.write(part)
             file.truncate(target)
-
-    def _open(self, flags: int, mode: str) -> BinaryIO:
-        """Open the file. Tasks and other users of the project could have put something else in its place."""
-        descriptor = os.open(self._path, flags, 0o600)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            os.close(descriptor)
-            raise OSError("it is not a regular file of this user")
-        return open(descriptor, mode)  # type: ignore[return-value]
 
 
 def run(
@@ -371,19 +359,21 @@ def _list(folder: str) -> list[str] | None:
 def _read_json(path: str) -> dict[str, Any]:
     """Return the content of a file of another process. It is empty if that is not possible now."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        with open(os.open(path, os.O_RDONLY | _SAFELY), "rb") as file:
+        with open(path, "rb", opener=_safely) as file:
             content = json.loads(file.read(_MOST_JSON))
         if isinstance(content, dict):
             return content
     return {}
 
 
+def _safely(path: str, flags: int) -> int:
+    """Open a file that only its owner can read. Follow no link, and do not wait for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
 def _create(path: str, content: str = "") -> None:
-    descriptor = os.open(path, _CREATE | os.O_EXCL, 0o600)
-    try:
-        os.write(descriptor, content.encode())
-    finally:
-        os.close(descriptor)
+    with open(path, "xb", buffering=0, opener=_safely) as file:
+        file.write(content.encode())
 
 
 def _handle_sigterm(

@@ -169,26 +169,12 @@ def test_a_log_of_another_user_is_refused_with_a_reason(tmp_path, write, foreign
     assert f"cannot read the log {foreign}" in last_lines(foreign, 5)
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "file of another user"])
-def test_output_is_not_written_into_another_file_in_place_of_a_log(tmp_path, kind):
-    path, reader = tmp_path / "mine-0.log", None
-    if kind == "link":
-        path.symlink_to(tmp_path / "mine")
-    elif kind == "pipe":
-        os.mkfifo(path)
-        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # with a reader, a pipe can be written to
-    elif os.geteuid() != 0:
-        pytest.skip("only root can give files to others")
-    else:
-        path.touch(0o666)
-        os.chown(path, 12345, -1)
+def test_output_is_not_written_through_a_link_in_place_of_a_log(tmp_path):
+    path = tmp_path / "mine-0.log"
+    path.symlink_to(tmp_path / "mine")
     log = Log(str(path))
     log.write(b"a secret\n")
-    if reader is None:
-        assert not path.exists() or path.read_bytes() == b""
-    else:
-        assert os.read(reader, 100) == b""
-        os.close(reader)
+    assert not path.exists()
     path.unlink()
     log.write(b"more\n")
     lost = "[9 bytes of output lost: the log could not be written]"

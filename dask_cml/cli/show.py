@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -287,7 +287,7 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
         if not runs:
             break
         time.sleep(_FOLLOW_INTERVAL)
-    if not printer.has_printed:
+    if printer.last is None:
         what = "warnings" if warnings else "logs"
         echo(f"No {what} of cluster {name}" if record is None else f"No {what} of {name} yet", err=True)
     if follow and record is not None:
@@ -300,24 +300,24 @@ class _LogPrinter:
     def __init__(self, only_warnings: bool) -> None:
         self._only_warnings = only_warnings
         self._warnings: dict[str, Callable[[str], bool]] = {}
-        self._last: str | None = None
-
-    @property
-    def has_printed(self) -> bool:
-        return self._last is not None
+        #: The session of the last line that was printed.
+        self.last: str | None = None
 
     def print(self, lines: Iterable[tuple[str, str]], tail: int | None = None) -> None:
         """Print lines with their sessions, or the last `tail` lines of each session."""
-        if tail is None:
-            for session, line in self._wanted(lines):
-                self._print(session, line)
-            return
-        ends: dict[str, deque[str]] = {}
-        for session, line in self._wanted(lines):
-            ends.setdefault(session, deque(maxlen=tail)).append(line)
-        for session, end in ends.items():
-            for line in end:
-                self._print(session, line)
+        wanted = self._wanted(lines)
+        if tail is not None:
+            ends: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=tail))
+            for session, line in wanted:
+                ends[session].append(line)
+            wanted = ((session, line) for session, end in ends.items() for line in end)
+        for session, line in wanted:
+            if session != self.last:
+                if self.last is not None:
+                    echo()
+                echo(f"==> {session} <==")
+                self.last = session
+            echo(line)
 
     def _wanted(self, lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         from dask_cml.sessions.session_logs import CLUSTER, Warnings
@@ -327,14 +327,6 @@ class _LogPrinter:
             # The cluster's own log has no levels: it contains what its users were told.
             if not self._only_warnings or session == CLUSTER or is_warning(line):
                 yield session, line
-
-    def _print(self, session: str, line: str) -> None:
-        if session != self._last:
-            if self._last is not None:
-                echo()
-            echo(f"==> {session} <==")
-            self._last = session
-        echo(line)
 
 
 @cml.command()

@@ -103,9 +103,9 @@ class Access:
             )
         return "Open the link that `dask cml serve` printed, or send the token in it."
 
-    def accepts(self, token: str | None) -> bool:
+    def accepts(self, token: str) -> bool:
         """Return whether this token is valid."""
-        return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
     def is_below_path(self, request: HTTPServerRequest) -> bool:
         """Return whether a request is for an address below the path of users with the token."""
@@ -114,14 +114,16 @@ class Access:
     def user(self, request: HTTPServerRequest) -> User | None:
         """Return the user with the token, or the user that CML's ingress names, or None."""
         name = request.headers.get("REMOTE-USER") if self.behind_entry else None
-        if any(map(self.accepts, tokens(request))):
+        sent = tokens(request)
+        if self.is_below_path(request) and self.cookie in request.cookies:
+            sent.append(request.cookies[self.cookie].value)
+        if any(map(self.accepts, sent)):
             return User(name or this_user(), may_change=True)
-        if name:
-            if self._users is not None:
-                return User(name, name in self._users)
-            return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
-        cookie = request.cookies.get(self.cookie) if self.is_below_path(request) else None
-        return User(this_user(), may_change=True) if cookie and self.accepts(cookie.value) else None
+        if not name:
+            return None
+        if self._users is not None:
+            return User(name, name in self._users)
+        return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
 
 
 def tokens(request: HTTPServerRequest) -> list[str]:
@@ -202,7 +204,7 @@ class Handler(RequestHandler):
         why = self.access.guard.why_refused(self.request)
         if why is not None:
             raise HTTPError(403, why)
-        if reads and self.access.accepts(self.get_query_argument("token", None)):
+        if reads and self.access.accepts(self.get_query_argument("token", "")):
             self._take_token()
             return
         if self.current_user is None:
