@@ -35,7 +35,7 @@ from dask_cml.dashboard import http_server
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.layout import FOLDER, HOSTS, NUMBER, scheduler_file
 from dask_cml.protocol import FORWARD
-from dask_cml.scheduler.dashboard import protect
+from dask_cml.scheduler.dashboard_guard import protect
 from dask_cml.sessions.plan import PRELOAD
 
 pytest.importorskip("bokeh")

@@ -29,7 +29,7 @@ ORDER = ["core", *reversed(ROOMS)]
 ATTACHES = ("dask_cml.cluster", "dask_cml.sharing.sharing")
 #: What a scheduler without a record runs. It answers the core, and needs nothing of sharing but these.
 WITHOUT_RECORD = "dask_cml.scheduler.questions"
-ANSWERS = {"questions", "balance", "dashboard", "demand", "health", "last_state", "messages"}
+ANSWERS = {"questions", "balance", "dashboard_guard", "demand", "health", "last_state", "messages"}
 #: The most methods of a class. This number may only become smaller.
 MOST_METHODS = 68
 #: The most modules and lines of code that ``import dask_cml.cluster`` loads, without comments and docstrings.

@@ -30,14 +30,6 @@ _GPU_ADVICE = "tasks run there nevertheless; start from an image with CUDA, or a
 
 
 @dataclass(frozen=True)
-class _Exit:
-    """How the process of a Dask worker has ended. The status is None if it was lost."""
-
-    status: int | None
-    asked: bool
-
-
-@dataclass(frozen=True)
 class Restart:
     """A Dask worker that its nanny has started again in its session.
 
@@ -79,18 +71,19 @@ class Health:
         self._last: dict[str, dict[str, Any]] = {}
         #: The memory with which a nanny has ended a worker, by the worker's address.
         self._ended_with: dict[str, int] = {}
-        #: How a worker's process has ended that its nanny starts again, by its address.
-        self._exits: dict[str, _Exit] = {}
+        #: How a worker's process has ended that its nanny starts again, by its address: its ``status``, which
+        #: is None if it was lost, and whether somebody has ``asked`` for its end.
+        self._exits: dict[str, dict[str, Any]] = {}
         self._paused_since: dict[str, float] = {}
         self._restarted_at = 0.0
 
     def note_event(self, topic: str, content: Any) -> None:
         """Note what a nanny says of its worker."""
-        if topic == _MEMORY_TOPIC and isinstance(content, dict):
-            self._ended_with[str(content.get("worker"))] = int(content.get("rss") or 0)
+        if topic == _MEMORY_TOPIC:
+            self._ended_with[content["worker"]] = content["rss"]
             _bound(self._ended_with)
-        if topic == EXITED and isinstance(content, dict):
-            self._exits[str(content.get("worker"))] = _Exit(content.get("status"), bool(content.get("asked")))
+        if topic == EXITED:
+            self._exits[content["worker"]] = content
             _bound(self._exits)
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
@@ -117,14 +110,14 @@ class Health:
             return
         del self._last[name]
         was_full = self._ended_with.pop(last["address"], None) is not None
-        exit = self._exits.pop(last["address"], _Exit(0, asked=True))
+        exit = self._exits.pop(last["address"], {"status": 0, "asked": True})
         # A worker that closes by itself runs no task then, but a task may end its process by sys.exit().
-        ended_unasked = not exit.asked and (exit.status != 0 or last["tasks"])
+        ended_unasked = not exit["asked"] and (exit["status"] != 0 or last["tasks"])
         if last["expected"] or last["noticed"] or not (was_full or ended_unasked):
             return
-        gone = _ENDED if was_full or exit.status != 0 else _EXITED
+        gone = _ENDED if was_full or exit["status"] != 0 else _EXITED
         loss = find_cause(
-            last, [], connected=True, noticed=False, closed=False, said="", gone=gone, status=exit.status
+            last, [], connected=True, noticed=False, closed=False, said="", gone=gone, status=exit["status"]
         )
         words = loss.words
         if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED) and gone == _ENDED:

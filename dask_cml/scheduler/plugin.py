@@ -30,7 +30,7 @@ from dask_cml.handshake import limit_handshakes
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
-from dask_cml.scheduler import dashboard
+from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.board import Board, GroupChanges
 from dask_cml.scheduler.lifetime import Lifetime
@@ -67,7 +67,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     idempotent = True
 
     def __init__(
-        self, folder: Path, number: int = 0, foreign_sockets: dashboard.ForeignSockets | None = None
+        self, folder: Path, number: int = 0, foreign_sockets: dashboard_guard.ForeignSockets | None = None
     ) -> None:
         self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
@@ -537,7 +537,7 @@ async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
     limit_handshakes()
     find_modules()
-    foreign_sockets = dashboard.protect(scheduler)
+    foreign_sockets = dashboard_guard.protect(scheduler)
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), foreign_sockets)
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

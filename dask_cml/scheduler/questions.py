@@ -23,7 +23,7 @@ from dask_cml.handshake import limit_handshakes
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import CLUSTER
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler import dashboard
+from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health
@@ -210,6 +210,6 @@ async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin in a scheduler without a record, for ``dask scheduler --preload``."""
     limit_handshakes()
     find_modules()
-    dashboard.protect(scheduler)
+    dashboard_guard.protect(scheduler)
     plugin = WorkerQuestions(os.environ.get(CLUSTER, ""))
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
