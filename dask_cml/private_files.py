@@ -1,6 +1,7 @@
-"""Files and folders that only this user can change. dask-cml reads clusters' records from no others.
+"""Files and folders that only this user can read and change.
 
-A user who can write a record chooses which scheduler its readers connect to and which sessions they stop.
+The state directory has mode 0700, so what it contains is this user's. A user who can write a record chooses
+which scheduler its readers connect to and which sessions they stop.
 All functions block while they wait for the file system.
 """
 
@@ -24,16 +25,16 @@ logger = get_logger(__name__)
 
 #: Maximum size of a file that dask-cml reads, in bytes.
 MOST_BYTES = 1_000_000
-_reported: set[tuple[str, str]] = set()
+_reported: set[str] = set()
 
 
 class NotPrivate(CMLError, PermissionError):
-    """A folder or file belongs to another user, or others can write to it.
+    """A folder belongs to another user, or others can write to it.
 
     Parameters
     ----------
     path : Path
-        The folder or file.
+        The folder.
     why : str
         The problem, such as ``has mode 0775, so others can write to it``.
     command : str
@@ -91,7 +92,12 @@ def check_folder(path: Path) -> None:
     about = path.stat()
     if not stat.S_ISDIR(about.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    _check(path, about, "700")
+    if about.st_uid != os.geteuid():
+        why = f"belongs to the user with the id {about.st_uid}, your id is {os.geteuid()}"
+        raise NotPrivate(path, why, move_aside(path))
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"has mode {stat.S_IMODE(about.st_mode):04o}, so others can write to it"
+        raise NotPrivate(path, why, shlex.join(["chmod", "700", str(path)]))
 
 
 def is_gone(path: Path) -> bool:
@@ -110,12 +116,10 @@ def is_gone(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file of this user to read it. Neither follow a link nor wait for a pipe's writer.
+    """Open a regular file to read it. Neither follow a link nor wait for a pipe's writer.
 
     Raises
     ------
-    NotPrivate
-        If the file belongs to another user.
     ValueError
         If it is not a regular file.
     """
@@ -123,7 +127,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to a regular file of this user, or create it for this user only. See :func:`open_regular`."""
+    """Append to a regular file, or create it for this user only. See :func:`open_regular`."""
     with open(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         file.write(content)
 
@@ -135,29 +139,21 @@ def _open(path: Path, flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise ValueError("it is not a regular file") from None
         raise
-    try:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise ValueError("it is not a regular file")
-        _check_owner(path, about)
-    except BaseException:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise
+        raise ValueError("it is not a regular file")
     return descriptor
 
 
 def read_file(path: Path) -> bytes:
-    """Read a regular file of this user, to which others cannot write.
+    """Read a regular file.
 
     Raises
     ------
-    NotPrivate
-        If the file belongs to another user, or others can write to it.
     ValueError
         If it is not a regular file, or larger than a megabyte.
     """
     with open_regular(path) as file:
-        _check(path, os.fstat(file.fileno()), "600")
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES} bytes")
@@ -215,25 +211,8 @@ def report_ignored(path: Path | str, why: Exception | str) -> None:
     path : Path or str
         The file.
     why : Exception or str
-        Why, as a clause. :class:`NotPrivate` names the file itself, and what to do.
+        Why, as a clause.
     """
-    remedy = ""
-    if isinstance(why, NotPrivate):
-        path, remedy = why.path, f": run `{why.command}`"  # each such error has another command
-        why = f"it {why.why}"
-    if (str(path), str(why)) not in _reported:
-        _reported.add((str(path), str(why)))
-        logger.warning("%s ignored: %s%s", path, why, remedy)
-
-
-def _check(path: Path, about: os.stat_result, mode: str) -> None:
-    _check_owner(path, about)
-    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = f"has mode {stat.S_IMODE(about.st_mode):04o}, so others can write to it"
-        raise NotPrivate(path, why, shlex.join(["chmod", mode, str(path)]))
-
-
-def _check_owner(path: Path, about: os.stat_result) -> None:
-    if about.st_uid != os.geteuid():
-        why = f"belongs to the user with the id {about.st_uid}, your id is {os.geteuid()}"
-        raise NotPrivate(path, why, move_aside(path))
+    if str(path) not in _reported:
+        _reported.add(str(path))
+        logger.warning("%s ignored: %s", path, why)

@@ -359,13 +359,6 @@ def test_texts_of_a_file_are_shortened_and_escaped(state):
     assert len(found.why) < 400
 
 
-def test_a_folder_to_which_others_can_write_is_not_read(state, caplog):
-    write(valid())
-    (state / ".history").chmod(0o777)
-    assert ended_clusters() == []
-    assert "chmod 700" in caplog.text
-
-
 # -- prices
 
 

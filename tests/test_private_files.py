@@ -1,4 +1,4 @@
-"""Folders and files that others could have written: nothing is read from them, and nobody connected with."""
+"""Folders that others could have written to: nothing is read from them, and nobody connected with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clusters import WANTED, new_record, write_record
 
 from dask_cml import dask_utils, private_files
 from dask_cml.errors import CMLError
-from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, scheduler_file
+from dask_cml.layout import RECORD_FILE
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import MOST_BYTES, NotPrivate, append, make_folder, read_file, write_file
 from dask_cml.records import operations, store
@@ -77,13 +77,6 @@ def test_a_folder_that_others_can_write_to_is_refused_with_the_command_that_fixe
 
 
 # -- files
-
-
-def test_a_file_that_others_can_write_to_is_not_read(tmp_path, open_up):
-    (tmp_path / "file").write_text("planted")
-    open_up(tmp_path / "file")
-    with pytest.raises(NotPrivate):
-        read_file(tmp_path / "file")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "link", "device"])
@@ -150,46 +143,23 @@ async def planted():
         yield new_record("planted", scheduler=SchedulerState(address=address)), connections
 
 
-@pytest.mark.parametrize("part", ["state directory", "folder", "record", "sessions"])
-async def test_a_planted_record_is_skipped_with_one_warning_and_no_connection(
-    platform, caplog, open_up, planted, part
+async def test_in_a_folder_of_others_records_are_skipped_with_one_warning_and_no_connection(
+    platform, caplog, open_up, planted
 ):
     record, connections = planted
-    folder = write_record(record)
-    paths = {
-        "state directory": folder.parent,
-        "folder": folder,
-        "record": folder / RECORD_FILE,
-        "sessions": folder / SESSIONS_FOLDER,
-    }
-    open_up(paths[part])
+    directory = write_record(record).parent
+    open_up(directory)
     for _ in range(2):
         assert await operations.describe(store.records()) == []
     with pytest.raises(store.RecordUnreadable, match=r"so others can write to it|belongs to the user"):
         store.read("planted")
-    with pytest.raises(NotPrivate):
-        store.write_sessions(record, [Launch("session-1", "planted-0", None, 1)], [])
+    with pytest.raises(store.RecordUnreadable):
+        store.write_sessions(record, [Launch("session-1", "planted-0", None, 1)])
     assert connections == []
     [warning] = [
         log_record.getMessage() for log_record in caplog.records if log_record.name == private_files.__name__
     ]
-    assert warning.startswith(f"{paths[part]} ignored: it ")
-
-
-async def test_no_process_connects_to_an_address_in_a_planted_scheduler_file(
-    platform, caplog, open_up, planted
-):
-    record, connections = planted
-    file = write_record(record) / scheduler_file(0)
-    open_up(file)
-    for _ in range(2):
-        [found] = store.records()
-        await operations.describe([found])
-    assert (found.scheduler.address, connections) == (None, [])
-    [warning] = [
-        log_record.getMessage() for log_record in caplog.records if log_record.name == private_files.__name__
-    ]
-    assert warning.startswith(f"{file} ignored: it ")
+    assert warning.startswith(f"{directory} ignored: it ")
 
 
 def test_no_cluster_is_created_in_a_folder_that_others_can_write_to(state, open_up):
@@ -206,23 +176,3 @@ def test_a_pipe_in_place_of_a_record_blocks_no_process(state, caplog):
     os.mkfifo(folder / RECORD_FILE)
     assert store.records() == []
     assert "it is not a regular file" in caplog.text
-
-
-def test_a_link_to_a_folder_elsewhere_is_no_cluster(state, tmp_path, caplog):
-    folder = write_record(new_record("a"))
-    state.rename(tmp_path / "elsewhere")
-    make_folder(state)
-    (state / "a").symlink_to(tmp_path / "elsewhere" / folder.name)
-    assert store.records() == []
-    assert "symbolic link" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["link", "file"])
-def test_sessions_that_are_not_in_a_folder_of_the_clusters_are_not_read(state, tmp_path, caplog, kind):
-    folder = write_record(new_record("a"))
-    (folder / SESSIONS_FOLDER).rename(tmp_path / "elsewhere")
-    if kind == "link":
-        (folder / SESSIONS_FOLDER).symlink_to(tmp_path / "elsewhere")
-    else:
-        (folder / SESSIONS_FOLDER).touch()
-    assert store.records() == []

@@ -135,7 +135,7 @@ def test_of_a_long_log_the_end_is_read_first(tmp_path, write, monkeypatch):
 # -- files that are not logs
 
 
-@pytest.fixture(params=["link", "pipe", "folder", "socket", "of another user"])
+@pytest.fixture(params=["link", "pipe", "folder", "socket"])
 def foreign(request, tmp_path):
     """What stands in place of a log."""
     path = tmp_path / "mine-7.log"
@@ -146,17 +146,12 @@ def foreign(request, tmp_path):
             os.mkfifo(path)
         elif request.param == "folder":
             path.mkdir()
-        elif request.param == "socket":
-            listener.bind(str(path))
         else:
-            if os.geteuid() != 0:
-                pytest.skip("only root can give files to others")
-            path.write_text("planted\n")
-            os.chown(path, 12345, -1)
+            listener.bind(str(path))
         yield path
 
 
-def test_a_log_of_another_user_is_refused_with_a_reason(tmp_path, write, foreign):
+def test_what_is_no_log_is_refused_with_a_reason(tmp_path, write, foreign):
     write("mine-0", "one\n")
     logs = SessionLogs("mine", tmp_path)
     with pytest.raises(CMLError, match=f"cannot read the log {foreign}"):

@@ -73,12 +73,6 @@ def test_a_scheduler_begins_with_what_its_keeper_wrote(folder):
         StateFile(folder, 1).begin()
 
 
-def test_a_scheduler_begins_with_no_file_that_others_can_write(folder):
-    (folder / board_file(0)).chmod(0o666)
-    with pytest.raises(NotPrivate):
-        StateFile(folder, 0).begin()
-
-
 # -- what it writes
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from dask_cml.checks import is_session_id
 from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
-from dask_cml.private_files import check_folder, read_file, report_ignored
+from dask_cml.private_files import read_file, report_ignored
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 
 _END = re.compile(rf"[^,]+,ended,({TIME}),([a-z-]*)", re.ASCII)
@@ -87,18 +87,8 @@ def read_entries(folder: Path, cluster: str, started: Mapping[str, float] | None
         The cluster's name.
     started : mapping of str to float, optional
         When their programs have started, see :func:`read_started`.
-
-    Raises
-    ------
-    NotPrivate
-        If others can write to the folder.
-    ValueError
-        If the folder is elsewhere.
     """
     sessions = folder / SESSIONS_FOLDER
-    if sessions.is_symlink():
-        raise ValueError(f"{SESSIONS_FOLDER} in its folder is a symbolic link")
-    check_folder(sessions)
     by_session: dict[str, list[str]] = {}
     for name in os.listdir(sessions):
         if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
@@ -155,11 +145,8 @@ def write_entries(launched: Iterable[Launch], ends: Iterable[str], folder: Path)
     ------
     FileNotFoundError
         If the folder was removed. It does not come back.
-    NotPrivate
-        If others can write to the folder.
     """
     sessions = folder / SESSIONS_FOLDER
-    check_folder(sessions)
     # Nobody reads the end of a session that is not in the record, such as the engine of a refused launch.
     for name in (*(file_name(launch, folder.name) for launch in launched), *ends):
         with contextlib.suppress(FileExistsError):

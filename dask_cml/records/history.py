@@ -27,8 +27,6 @@ from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.output import get_logger
 from dask_cml.private_files import (
-    NotPrivate,
-    check_folder,
     make_folder,
     open_regular,
     read_file,
@@ -253,7 +251,7 @@ def _keep_logs(record: Record, folder: Path) -> None:
     share = min(_MOST_OF_A_LOG, most // len(paths))
     for path in paths:
         # Another process may end the cluster, too.
-        with contextlib.suppress(OSError, ValueError, NotPrivate), open_regular(path) as file:
+        with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size <= share:
                 os.rename(path, folder / path.name)
@@ -316,14 +314,7 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
     for record in dead:
         with contextlib.suppress(ValueError):
             clusters[record.id] = EndedCluster.of(record)
-    try:
-        check_folder(folder)
-        files = [*folder.glob(f"[!.]*{_SUFFIX}")]
-    except OSError as error:
-        files = []
-        if not isinstance(error, FileNotFoundError):
-            report_ignored(folder, error)
-    for file in files:
+    for file in folder.glob(f"[!.]*{_SUFFIX}"):
         try:
             clusters[file.stem] = _read(file)
         except FileNotFoundError:  # another process has removed it

@@ -19,7 +19,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,27 +190,17 @@ def _write_in(record: Record, write: Callable[[], None]) -> None:
             write()
         exists = _has(record.folder, record)
     if not exists:
-        raise NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
+        raise _missing(record)
+
+
+def _missing(record: Record) -> NoSuchCluster:
+    return NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
 
 
 def _has(folder: Path, record: Record) -> bool:
     """Return whether a folder belongs to a record's cluster."""
-    for tries_left in reversed(range(_TRIES)):
-        try:
-            check_folder(folder)
-            check_folder(folder.parent)  # without the folder, there is nothing to protect
-            if RECORD_FILE not in os.listdir(folder):
-                return False
-            return Record.from_json(read_file(folder / RECORD_FILE)).id == record.id
-        except NotADirectoryError:
-            return False
-        except (FileNotFoundError, ValueError) as error:
-            if isinstance(error, FileNotFoundError) and is_gone(folder):
-                return False
-            if isinstance(error, ValueError) or not tries_left:
-                raise RecordUnreadable(folder, error) from None
-        time.sleep(_PAUSE)  # another process has replaced the folder meanwhile
-    return False
+    found = _patiently(_read_own, folder)
+    return found is not None and found.id == record.id
 
 
 def given_names(record: Record) -> set[str]:
@@ -226,11 +216,11 @@ def given_names(record: Record) -> set[str]:
 
     Raises
     ------
-    OSError, CMLError
+    OSError
         If the cluster's folder cannot be read.
     """
     names = {launch.key for launch in (*record.launches.values(), *record.ended.values())}
-    if _has(record.folder, record):
+    with contextlib.suppress(FileNotFoundError):
         names.update(map(unquote, os.listdir(record.folder / STARTED_FOLDER)))
     return names
 
@@ -255,7 +245,7 @@ def read(name: str, directory: Path | None = None) -> Record:
     record = None
     with contextlib.suppress(ValueError):
         _check_name(name)
-        record = _read_patiently((directory or state_directory()) / name)
+        record = _patiently(_read, (directory or state_directory()) / name)
     if record is None:
         raise NoSuchCluster(name, tuple(other.name for other in records(directory)))
     return record
@@ -279,9 +269,9 @@ def read_again(record: Record) -> Record:
     RecordUnreadable
         If its record cannot be read.
     """
-    latest = _read_patiently(record.folder)
+    latest = _patiently(_read, record.folder)
     if latest is None or latest.id != record.id:
-        raise NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
+        raise _missing(record)
     return latest
 
 
@@ -294,10 +284,9 @@ def refreshed(record: Record) -> Record:
 def has_ended(record: Record) -> bool:
     """Return whether a known cluster does not exist any more. An unreadable record is no proof of that."""
     try:
-        latest = _read_patiently(record.folder)
+        return not _has(record.folder, record)
     except RecordUnreadable:
         return False
-    return latest is None or latest.id != record.id
 
 
 def records(directory: Path | None = None) -> list[Record]:
@@ -313,7 +302,7 @@ def records(directory: Path | None = None) -> list[Record]:
         check_folder(directory)
         names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     except NotPrivate as error:
-        report_ignored(directory, error)
+        report_ignored(directory, f"it {error.why}: run `{error.command}`")
         return []
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -374,13 +363,13 @@ def _check_name(name: str) -> None:
 def _load(folder: Path) -> Record | None:
     """Read the record in a folder. Return None if the folder contains no valid record; warn once."""
     try:
-        return _read_patiently(folder)
+        return _patiently(_read, folder)
     except RecordUnreadable as error:
         report_ignored(folder / RECORD_FILE, error.reason)
         return None
 
 
-def _read_patiently(folder: Path) -> Record | None:
+def _patiently(read: Callable[[Path], Record | None], folder: Path) -> Record | None:
     """Read the record in a folder. Return None if no cluster is there.
 
     Raises
@@ -390,7 +379,7 @@ def _read_patiently(folder: Path) -> Record | None:
     """
     for tries_left in reversed(range(_TRIES)):
         try:
-            return _read(folder)
+            return read(folder)
         except NotADirectoryError as error:
             if error.filename != str(folder):  # other files in the state directory are none of ours
                 report_ignored(error.filename, "it is not a folder")
@@ -398,29 +387,30 @@ def _read_patiently(folder: Path) -> Record | None:
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, FileNotFoundError) and is_gone(folder):
                 return None
-            is_stale = isinstance(error, OSError) and error.errno in (errno.ESTALE, errno.ENOENT)
+            is_stale = isinstance(error, FileNotFoundError) or getattr(error, "errno", 0) == errno.ESTALE
             if not is_stale or not tries_left:
                 raise RecordUnreadable(folder, error) from None
         time.sleep(_PAUSE)  # NFS: a file was replaced while it was read
     return None
 
 
-def _read(folder: Path) -> Record | None:
+def _read_own(folder: Path) -> Record | None:
+    """Read what a cluster's creator has written."""
     check_folder(folder.parent)
-    if folder.is_symlink():
-        raise ValueError("its folder is a symbolic link")
-    check_folder(folder)
-    names = os.listdir(folder)
-    if RECORD_FILE not in names:
+    if RECORD_FILE not in os.listdir(folder):
+        return None
+    return Record.from_json(read_file(folder / RECORD_FILE))
+
+
+def _read(folder: Path) -> Record | None:
+    record = _read_own(folder)
+    if record is None:
         return None
     _check_name(folder.name)
-    record = Record.from_json(read_file(folder / RECORD_FILE))
     if record.name != folder.name:
         raise ValueError(f"it is the record of another cluster, {record.name!r}")
-    if SESSIONS_FOLDER not in names:
-        raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
     sessions = read_entries(folder, record.name, read_started(folder, record.id))
-    scheduler = _read_scheduler(folder, names) or record.scheduler
+    scheduler = _read_scheduler(folder) or record.scheduler
     launches = dict(sessions.live)
     known = launches.keys() | sessions.ended.keys()
     if is_session_id(scheduler.session) and scheduler.session not in known:
@@ -431,15 +421,15 @@ def _read(folder: Path) -> Record | None:
     return replace(record, folder=folder, launches=launches, ended=sessions.ended, scheduler=scheduler)
 
 
-def _read_scheduler(folder: Path, names: Collection[str]) -> SchedulerState | None:
+def _read_scheduler(folder: Path) -> SchedulerState | None:
     """Read what the last scheduler has written, or what was written for it."""
-    numbers = [scheduler_number(name, begins=True) for name in names]
+    numbers = [scheduler_number(name, begins=True) for name in os.listdir(folder)]
     number = max((number for number in numbers if number is not None), default=0)
     for file in (scheduler_file(number), board_file(number)):
         try:
             return SchedulerState.from_json(number, read_file(folder / file))
         except FileNotFoundError:
             continue
-        except (NotPrivate, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             report_ignored(folder / file, error)
     return None

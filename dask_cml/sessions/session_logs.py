@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from dask_cml.errors import CMLError
 from dask_cml.layout import LOGS_FOLDER
-from dask_cml.private_files import NotPrivate, open_regular
+from dask_cml.private_files import open_regular
 from dask_cml.words import printable
 
 #: The headings of the cluster's own log and the scheduler's. The other headings are the workers' names.
@@ -99,10 +99,10 @@ class Warnings:
 
 
 def _open(log: Path) -> BinaryIO:
-    """Open a log. Tasks and other users of the project could have put something else in its place."""
+    """Open a log. Tasks could have put something else in its place."""
     try:
         return open_regular(log)
-    except (ValueError, NotPrivate) as error:
+    except ValueError as error:
         raise CMLError(f"cannot read the log {log}: {error}") from None
 
 
