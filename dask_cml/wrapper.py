@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
@@ -119,6 +119,15 @@ class Log:
             file.truncate(target)
 
 
+class _Cluster(NamedTuple):
+    """The files of a session's cluster. See :func:`run`."""
+
+    folder: str
+    record: str | None = None
+    scheduler_file: str | None = None
+    next_board: str | None = None
+
+
 def run(
     command: Sequence[str],
     log: str,
@@ -185,8 +194,8 @@ def run(
     RuntimeError
         If the program fails, or an argument names a variable that the session does not have.
     """
-    about = (folder, record, scheduler_file, next_board)
-    why = None if name is None else _start(folder, name, entry, *about[1:])
+    cluster = _Cluster(folder, record, scheduler_file, next_board)
+    why = None if name is None else _start(cluster, name, entry)
     if why is not None:
         print(f"{program} not started: {why}", flush=True)
         return
@@ -219,7 +228,7 @@ def run(
         output.write(_not_started(program, repr(error)))
         raise
     if timeout:
-        arguments = (process, time.monotonic() + timeout, *about)
+        arguments = (process, time.monotonic() + timeout, cluster)
         threading.Thread(target=_wait_for_scheduler, args=arguments, daemon=True).start()
     _handle_sigterm(process, output, passes_notice, temporary, scratch)
     files = _memory_files(memory) if memory else None
@@ -290,26 +299,16 @@ def _end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _start(
-    folder: str,
-    name: str,
-    entry: str | None,
-    record: str | None = None,
-    scheduler_file: str | None = None,
-    next_board: str | None = None,
-) -> str | None:
-    """Take the session's name, and enter the session into the record. Return why it must not run.
-
-    See :func:`run` for the parameters.
-    """
+def _start(cluster: _Cluster, name: str, entry: str | None) -> str | None:
+    """Take the session's name, and enter the session into the record. Return why it must not run."""
     session = os.environ.get("CDSW_ENGINE_ID", "")
-    why = _why_over(folder, record, scheduler_file, next_board)
+    why = _why_over(cluster)
     if why is not None:
         return why
     try:
-        _create(os.path.join(folder, "started", name), session)
+        _create(os.path.join(cluster.folder, "started", name), session)
     except FileNotFoundError:
-        if record is not None:  # else the folder may hold no names
+        if cluster.record is not None:  # else the folder may hold no names
             return "its cluster was deleted"
     except FileExistsError:
         return "another session has its name"
@@ -317,7 +316,7 @@ def _start(
         print(f"Name {name} not taken: {error!r}", flush=True)
     if entry and session:
         owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
-        sessions = os.path.join(folder, "sessions")
+        sessions = os.path.join(cluster.folder, "sessions")
         try:
             # Usually, the keeper has entered it.
             if not any(file.startswith(f"{session},") for file in os.listdir(sessions)):
@@ -327,23 +326,21 @@ def _start(
     return None
 
 
-def _why_over(
-    folder: str, record: str | None, scheduler_file: str | None, next_board: str | None
-) -> str | None:
+def _why_over(cluster: _Cluster) -> str | None:
     """Return why the session is of no use any more, if that is certain: files may be unreadable for a while.
 
     NFS may cache for long that something does not exist. Listing the folder that contains it refreshes this.
     """
-    if _is_gone(folder):
+    if _is_gone(cluster.folder):
         return "its cluster was deleted"
-    names = _list(folder) or []
-    found = _read_json(os.path.join(folder, "record.json")).get("id")
-    if record is not None and found not in (None, record):
+    names = _list(cluster.folder) or []
+    found = _read_json(os.path.join(cluster.folder, "record.json")).get("id")
+    if cluster.record is not None and found not in (None, cluster.record):
         return "another cluster has the name of its cluster"
-    if next_board in names:
+    if cluster.next_board in names:
         return "another scheduler replaces its scheduler"
-    if scheduler_file in names:
-        closed = _read_json(os.path.join(folder, scheduler_file)).get("closed")
+    if cluster.scheduler_file in names:
+        closed = _read_json(os.path.join(cluster.folder, cluster.scheduler_file)).get("closed")
         if closed is not None:
             return f"its cluster has ended: {closed}"
     return None
@@ -471,14 +468,7 @@ def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
             time.sleep(_MEMORY_INTERVAL)
 
 
-def _wait_for_scheduler(
-    process: subprocess.Popen[bytes],
-    deadline: float,
-    folder: str,
-    record: str | None,
-    scheduler_file: str,
-    next_board: str | None,
-) -> None:
+def _wait_for_scheduler(process: subprocess.Popen[bytes], deadline: float, cluster: _Cluster) -> None:
     """End the program if its cluster ends, or the scheduler's file does not appear until a deadline.
 
     The scheduler's session may be queued. If the cluster closes meanwhile, its folder disappears, and no
@@ -486,19 +476,19 @@ def _wait_for_scheduler(
     """
     is_known = False
     while True:
-        names = _list(folder)
+        names = _list(cluster.folder)
         if names is None:
-            is_over = is_known and _is_gone(folder)
-        elif scheduler_file in names:
+            is_over = is_known and _is_gone(cluster.folder)
+        elif cluster.scheduler_file in names:
             break
         else:
-            is_known, is_over = True, next_board in names
+            is_known, is_over = True, cluster.next_board in names
         if is_over or time.monotonic() > deadline or process.poll() is not None:
             _end(process)
             return
         time.sleep(_POLL_INTERVAL)
     while time.monotonic() < deadline and process.poll() is None:
-        if _why_over(folder, record, scheduler_file, next_board) is not None:
+        if _why_over(cluster) is not None:
             _end(process)
             return
         time.sleep(_STATE_INTERVAL)

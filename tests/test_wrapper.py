@@ -203,5 +203,5 @@ def test_a_session_starts_although_the_file_system_shows_its_folder_late(tmp_pat
 
     monkeypatch.setattr(os, "listdir", list_folder)
     monkeypatch.setattr(os, "open", open_late)
-    assert wrapper._start(str(folder), "mine-0", None) is None
+    assert wrapper._start(wrapper._Cluster(str(folder)), "mine-0", None) is None
     assert (folder / "started" / "mine-0").exists()

@@ -195,9 +195,9 @@ class RunningSessions:
             await asyncio.Event().wait()  # the work of others
             return
         if "name" in arguments:
-            names = ("folder", "name", "entry", "record", "scheduler_file", "next_board")
-            taking = [arguments.get(name) for name in names]
-            if await asyncio.to_thread(wrapper._start, *taking):
+            names = ("folder", "record", "scheduler_file", "next_board")
+            cluster = wrapper._Cluster(*(arguments.get(name) for name in names))
+            if await asyncio.to_thread(wrapper._start, cluster, arguments["name"], arguments.get("entry")):
                 return
         command = arguments["command"]
         options = {command[i][2:]: command[i + 1] for i in range(len(command) - 1) if command[i][:2] == "--"}
