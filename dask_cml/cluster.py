@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from types import ModuleType, SimpleNamespace
@@ -26,17 +26,17 @@ from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
 from distributed.security import Security
-from distributed.utils import Log, Logs, NoOpAwaitable
+from distributed.utils import Log, Logs, NoOpAwaitable, in_async_call
 
 from dask_cml import output
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
 from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
-from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import end_at_exit
 from dask_cml.core.connection import Connection
 from dask_cml.core.ending import Ending
 from dask_cml.core.groups import Groups
+from dask_cml.core.interface import How, Role
 from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages, write_own_log
 from dask_cml.core.policy import Demand
@@ -57,6 +57,7 @@ from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attr
 from dask_cml.options.limits import adaptive_bounds, check_new, check_room
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import get_logger
+from dask_cml.protocol import Rank
 from dask_cml.rpc import NO_ANSWER, ask
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.answers import CallFailed
@@ -226,10 +227,8 @@ class CMLCluster(SpecCluster):
     3
     """
 
-    #: Whether this process becomes the keeper if there is none. Also whether the cluster is no orphan then.
-    takes_lease = True
-    #: Whether this process keeps the cluster from its scheduler's session, with which it ends.
-    is_resident = False
+    #: Whether this object counts as a user, and may manage the cluster. None: that follows from the session.
+    rank: Rank | None = None
     __setattr__ = set_attribute
 
     @checks_arguments
@@ -352,7 +351,7 @@ class CMLCluster(SpecCluster):
         if self.starting is None:  # else it has wanted them, unless it has connected to a running cluster
             self.groups.want_first()
 
-    def _share(self, given: Mapping[str, Any]) -> Alone:
+    def _share(self, given: Mapping[str, Any]) -> Any:
         """Return what shares this cluster with the other processes of the project.
 
         `given` are the arguments, unchecked: a running cluster keeps its own options.
@@ -468,18 +467,71 @@ class CMLCluster(SpecCluster):
         if n > self.view.target(worker_group):
             check_room("n", n, options.worker, self.groups.others(worker_group))
         caller = calling_adaptive()
-        with self.groups.changing():
-            if caller is None:
-                self.groups.adapt(worker_group, None)
-            elif caller is not self.groups.adaptive(worker_group):  # stopped meanwhile
-                return NoOpAwaitable() if self.asynchronous else None
-            is_remote = self.is_remote
-            if not is_remote:
-                self._resize(worker_group, n)
-                if caller is not None:
-                    return NoOpAwaitable() if self.asynchronous else None
-            asked = self.sharing.asked(worker_group, here=not is_remote, target=n, adapt=None)
-        return self.sharing.wait(asked)
+        if caller is not None and caller is not self.groups.adaptive(worker_group):  # stopped meanwhile
+            return NoOpAwaitable() if self.asynchronous else None
+        if caller is not None and not self.is_remote:
+            self._resize(worker_group, n)
+            return NoOpAwaitable() if self.asynchronous else None
+        return self._in_loop(self._ask, "scale", group=worker_group, n=n)
+
+    def _in_loop(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a function in the event loop, which alone changes the cluster.
+
+        In another thread, wait for what it returns.
+        """
+        if in_async_call(self.loop, default=True):
+            return function(*arguments, **named)
+
+        async def call() -> None:
+            await function(*arguments, **named)
+
+        return self.sync(call)
+
+    def _ask(self, kind: str, **arguments: Any) -> Awaitable[None]:
+        """Carry out what a user asks for, or ask the process that manages the cluster."""
+        if self.is_remote:
+            if calling_adaptive() is None:  # a user ends an Adaptive of another class, which scales here
+                self.groups.adapt(arguments.get("group", DEFAULT_GROUP), None)
+            return self.sharing.post(kind, **arguments)
+        self._carry_out(kind, **arguments)
+        self.sharing.asked(kind, **arguments)
+        return NoOpAwaitable()
+
+    def _carry_out(
+        self,
+        kind: str,
+        *,
+        group: str = DEFAULT_GROUP,
+        n: int = 0,
+        limits: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        names: Iterable[str] = (),
+    ) -> None:
+        """Carry out what a user asks for, in this process or in another, see ``scheduler.board.Request``."""
+        if kind not in ("add group", "close"):
+            self.groups.options(group)  # which must exist
+        if kind == "add group":
+            self.groups.add(group, self.options.of_group(options or {}))
+            self._resize(group, n)
+        elif kind == "delete group":
+            self.groups.remove(group)
+        elif kind == "close":
+            self.processes.drop(names)
+        elif kind == "stop adapting":
+            self.groups.adapt(group, None)
+        elif kind == "scale":
+            self.groups.adapt(group, None)
+            self._resize(group, n)
+        else:
+            assert limits is not None
+            if self.groups.limits(group) != limits:
+                self.groups.adapt(group, CMLAdaptive.of(self, group, limits))
+            target = self.groups.target(group)
+            self._resize(group, min(max(target, limits["minimum"]), limits["maximum"]))
+            if self.is_keeper:
+                self.groups.begin_adapting()
+        self.processes.begin_anew(group)
+        self.woken.set()
 
     # SpecCluster.scale_up (spec.py:589) is its own `scale`.
     scale_up = scale
@@ -492,15 +544,12 @@ class CMLCluster(SpecCluster):
         workers : iterable of str
             Names of sessions or of Dask workers.
         """
-        # SpecCluster.scale_down (spec.py:571) is also what an Adaptive of another class calls.
+        # SpecCluster.scale_down (spec.py:571) changes `worker_spec`. An Adaptive of any class calls it, too.
         caller = calling_adaptive()
         if caller is not None and caller is not self.groups.adaptive(DEFAULT_GROUP):  # stopped meanwhile
             return
-        if caller is not None and self.is_keeper:
-            self.processes.drop(workers)
-            await self
-        else:
-            await super().scale_down(workers)
+        await self._ask("close", names=[*map(str, workers)])
+        await self._correct_state()
 
     def _resize(self, group: str, n: int) -> None:
         """Want `n` workers of a group here. The caller holds the lock of the groups."""
@@ -577,42 +626,32 @@ class CMLCluster(SpecCluster):
             raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
         make = Adaptive if is_cml_adaptive else functools.partial(make_adaptive, Adaptive)
         adaptive = make(self, minimum=least, maximum=most, **kwargs)
-        limits = adaptive.limits if isinstance(adaptive, CMLAdaptive) else None
-        with self.groups.changing():
-            is_remote = self.is_remote
-            # In a remote, an Adaptive of another class scales as a user does.
-            self.groups.adapt(worker_group, None if is_remote and is_cml_adaptive else adaptive)
-            asked = None
-            if is_remote:
-                asked = self.sharing.asked(worker_group, here=False, adapt=limits)
-            else:
-                target = self.view.target(worker_group)
-                if is_cml_adaptive:
-                    target = min(max(target, least), most)
-                self._resize(worker_group, target)
-                self.sharing.asked(worker_group, here=True, target=target, adapt=limits)
-        if is_remote:
-            self.sharing.wait(asked)
-        elif isinstance(adaptive, CMLAdaptive) and self.is_keeper:
-            self.loop.add_callback(adaptive.begin)  # type: ignore[union-attr]
+        self._in_loop(self._adapt, worker_group, adaptive)
         return adaptive
+
+    def _adapt(self, group: str, adaptive: Adaptive) -> Any:
+        """Let an Adaptive scale a group."""
+        if not isinstance(adaptive, CMLAdaptive):  # it scales here, as a user does
+            asked = self._ask("stop adapting", group=group)
+            self.groups.adapt(group, adaptive)
+            return asked
+        self.groups.adapt(group, None if self.is_remote else adaptive)
+        return self._ask("adapt", group=group, limits=adaptive.limits)
 
     def stop_adapting(self, group: str) -> Any:
         """Stop a group's adaptive scaling at its present number of sessions.
 
-        Return an awaitable in an event loop, if another process manages the cluster.
+        Return an awaitable in an event loop.
 
         Parameters
         ----------
         group : str
             The worker group.
         """
-        with self.groups.changing():
+        if self.status not in (Status.created, Status.running) and not self.is_keeper:
             self.groups.adapt(group, None)
-            if self.status not in (Status.created, Status.running) and not self.is_keeper:
-                return None
-            asked = self.sharing.asked(group, here=not self.is_remote, adapt=None)
-        return self.sharing.wait(asked)
+            return None
+        return self._in_loop(self._ask, "stop adapting", group=group)
 
     def check_running(self, what: str, *, or_new: bool = False) -> None:
         """Refuse what a cluster cannot do that does not run.
@@ -733,8 +772,9 @@ class CMLCluster(SpecCluster):
         self.check_running(f"worker group {name!r} not added")
         if name in self.groups:
             raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
+        self.groups.check_size(name, options)
         await self.api.find_labels(options.launch_options)
-        await self.sharing.add_group(name, options)
+        await self._ask("add group", group=name, n=options.n_workers, options=options.group_arguments())
         await self._correct_state()
 
     @checks_arguments
@@ -763,7 +803,7 @@ class CMLCluster(SpecCluster):
         if name == DEFAULT_GROUP or name not in self.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
         workers = {*self.view.workers_of(name)}
-        await self.sharing.delete_group(name)
+        await self._ask("delete group", group=name)
         await self._correct_state()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
 
@@ -807,10 +847,10 @@ class CMLCluster(SpecCluster):
         if self.starting is None or not self.starting.done():  # the start launches all
             return
         async with self._lock:
-            if self.status != Status.running and not self.ending.finishes:
+            if self.status != Status.running:
                 return
             if not self.is_keeper:
-                await self.sharing.step()
+                self.sharing.step()
                 return
             self.note_changes_by_hand()
             if not self.keeps:
@@ -825,13 +865,12 @@ class CMLCluster(SpecCluster):
 
     def note_changes_by_hand(self) -> None:
         """Note what a user has changed in ``worker_spec``, as a subclass of SpecCluster may."""
-        with self.groups.changing():
-            closed, new = self.groups.take_changes_by_hand()
-            for group in {*closed.values(), *new.values()}:
-                if group in self.groups:
-                    target, own = self.groups.target(group), self.groups.own(group)
-                    self.sharing.asked(group, here=True, target=target, own=own)
-            self.groups.given(new)
+        closed, new = self.groups.take_changes_by_hand()
+        for group in {*closed.values(), *new.values()}:
+            if group in self.groups:
+                self.processes.begin_anew(group)
+                self.sharing.asked("scale", group=group, n=self.groups.target(group))
+        self.groups.given(new)
 
     async def _stop_unwanted(self, retired: Sequence[CMLWorker]) -> None:
         """Stop the sessions of retired workers, and those without a worker."""
@@ -873,11 +912,11 @@ class CMLCluster(SpecCluster):
         self._unheard_since = unheard_since
         self._looking = asyncio.create_task(self._look_for_ever())
 
-    async def stop_looking(self) -> None:
-        """Cancel the looks, the steps and the launches of this process."""
+    async def _stop_looking(self, patience: float = 0.0) -> None:
+        """Cancel the looks, the steps and, after `patience` seconds, the launches of this process."""
         self._correct_state_waiting = None  # a step that is cancelled before it begins does not do it
         await cancel(self._looking, *self._steps)
-        await self.processes.stop_launching()
+        await self.processes.stop_launching(patience)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -1162,13 +1201,7 @@ class CMLCluster(SpecCluster):
         If this process created the cluster, it runs on without a user, as with ``shutdown_on_close=False``:
         until its ``idle_timeout``, :meth:`shutdown`, or the end of the session that launched it.
 
-        If this process manages the cluster, it first carries out the last change, such as ``scale(0)``. It
-        waits as long as sessions are launched or stopped, or move their data.
-
-        Raises
-        ------
-        CMLError
-            If the last change is not carried out. The message names the sessions and the next command.
+        Another process carries on what this one has begun.
 
         Examples
         --------
@@ -1240,11 +1273,6 @@ class CMLCluster(SpecCluster):
     def keeps(self) -> bool:
         """Whether this process is the keeper, and may act: no other process can be the keeper by now."""
         return self.sharing.keeps
-
-    @property
-    def record(self) -> Any:
-        """The cluster's record. None before the cluster is created or found."""
-        return self.sharing.record
 
     @property
     def view(self) -> View:
@@ -1445,7 +1473,7 @@ class CMLCluster(SpecCluster):
         """
         clusters = []
         for cluster in [*SpecCluster._instances]:
-            if not isinstance(cluster, cls) or not cluster.takes_lease:  # a web UI only shows clusters
+            if not isinstance(cluster, cls) or cluster.rank is not None:  # a web UI only shows clusters
                 continue
             if cluster.starting is not None and cluster.status != Status.closed:
                 clusters.append(cluster)

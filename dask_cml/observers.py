@@ -13,6 +13,7 @@ from dask_cml.cluster import CMLCluster
 from dask_cml.core.at_exit import unclosed
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
+from dask_cml.protocol import Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record
@@ -32,7 +33,13 @@ EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 class ObservedCluster(CMLCluster):
     """A cluster of another process, which this process shows. The cluster can still become an orphan."""
 
-    takes_lease = False
+    rank = Rank.OBSERVER
+
+
+class CommandedCluster(CMLCluster):
+    """A cluster of another process, which a command asks for something."""
+
+    rank = Rank.COMMAND
 
 
 @dataclass
@@ -100,10 +107,6 @@ class Observers:
         """Return an object for a running cluster, which is not connected yet."""
         return ObservedCluster(name=record.name, create_mode="connect", asynchronous=True, quiet=True)
 
-    def is_to_keep(self, record: Record) -> bool:
-        """Return whether :meth:`connect` returns an object that keeps the cluster if nobody else is to."""
-        return False
-
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which is connected now."""
 
@@ -136,7 +139,7 @@ class Observers:
         failed = [id for id, task in ending.items() if not task.done() or task.exception() is not None]
         for id in failed:
             cluster, task = self.observed[id].cluster, ending[id]
-            words = task.exception() if task.done() else cluster and cluster.ending.not_done
+            words = task.exception() if task.done() else "it took too long"
             if words and not self.observed[id].owned:
                 logger.warning("%s", words)
         await cancel(*ending.values())
@@ -195,12 +198,10 @@ class Observers:
             return True
         if observed.owned:  # it closes by itself
             return False
-        if self.is_to_keep(observed.record) and not cluster.takes_lease:  # since its creator died, perhaps
-            return True
         now = time.monotonic()
         observed.lost_since = None if cluster.sharing.is_connected else observed.lost_since or now
         is_lost = observed.lost_since is not None and now - observed.lost_since > _DISCONNECTED
-        return has_ended or (is_lost and not cluster.sharing.may_keep)
+        return has_ended or (is_lost and cluster.rank is Rank.OBSERVER)
 
     async def _join(self, observed: Observed) -> None:
         observed.not_before = time.monotonic() + _RETRY

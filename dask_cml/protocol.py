@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import enum
+
 #: Watchers and plugins of another version leave each other alone.
-PROTOCOL = 11
+PROTOCOL = 12
 
 #: Asks which cluster a scheduler belongs to.
 HELLO = "cml_hello"
 #: Returns the board when it changes. The comm's end is the watcher's end.
 WATCH = "cml_watch"
-#: Writes on the board, see :class:`dask_cml.scheduler.board.Board`.
-SET = "cml_set"
-#: Writes what the keeper says of the sessions.
+#: Posts what a user asks for, see :class:`dask_cml.scheduler.board.Request`.
+POST = "cml_post"
+#: Lets the cluster run on without a user.
+LIVE_ON = "cml_live_on"
+#: Tells what the keeper says of the cluster.
 REPORT = "cml_report"
-#: Takes the keeper's lease, or gives it back.
-LEASE = "cml_lease"
 #: Asks for the known work and the workers.
 DEMAND = "cml_demand"
 #: Asks when the scheduler heard of Dask workers last, and what they hold.
@@ -36,3 +38,22 @@ TOPIC = "cml"
 LINES = "cml-lines"
 #: The topic of the event that the cluster ends, with the reason: clients do not wait for another scheduler.
 END = "cml-end"
+
+
+class Rank(enum.IntEnum):
+    """Whether a watcher counts as a user, and may keep the cluster: the lower its rank, the rather."""
+
+    #: A user's process in the session that owns the cluster's sessions. CML lists them to it.
+    OWNER = 1
+    #: The process in the scheduler's session.
+    RESIDENT = 2
+    #: Any other process of a user. It keeps the cluster only if the resident cannot launch.
+    USER = 3
+    #: A command of a user. It asks, and never keeps.
+    COMMAND = 4
+    #: What only shows clusters, or runs in the cluster's own sessions.
+    OBSERVER = 5
+
+
+#: The ranks of users.
+USERS = (Rank.OWNER, Rank.USER, Rank.COMMAND)

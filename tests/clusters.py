@@ -19,7 +19,6 @@ from simulated.process import SimulatedProcess
 from simulated.world import World
 
 from dask_cml import CMLCluster, cli
-from dask_cml.core.alone import Alone
 from dask_cml.discovery import discover
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.observers import ObservedCluster
@@ -35,13 +34,6 @@ LAUNCHED = 1790000000
 WANTED: dict[str, Any] = {"groups": {}}
 #: The environment of processes in the session of the tests.
 NOTEBOOK = {"CDSW_ENGINE_ID": "notebook12345678"}
-
-
-class AloneCluster(CMLCluster):
-    """The core alone: a cluster that no other process finds, without a record, a board and a lease."""
-
-    def _share(self, given: Mapping[str, Any]) -> Alone:
-        return Alone(self)
 
 
 def make(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
@@ -320,13 +312,13 @@ def keep_busy(it: World, name: str, seconds: float) -> None:
 
 def delay_requests(cluster: CMLCluster, seconds: float) -> None:
     """Let what users of this process ask for reach the scheduler some seconds later."""
-    change = cluster.sharing.link.change
+    post = cluster.sharing.link.post
 
-    async def change_later(*arguments: Any, **options: Any) -> Any:
+    async def post_later(*arguments: Any, **options: Any) -> Any:
         await asyncio.sleep(seconds)
-        return await change(*arguments, **options)
+        return await post(*arguments, **options)
 
-    cluster.sharing.link.change = change_later  # type: ignore[method-assign]
+    cluster.sharing.link.post = post_later  # type: ignore[method-assign]
 
 
 def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:
@@ -369,9 +361,7 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "joins a scheduler": (lambda cluster: cluster.sharing.link, "join"),
     "checks the scheduler": (lambda cluster: cluster.sharing.failover, "check"),
     "takes the board": (lambda cluster: cluster.sharing, "_take_board"),
-    "waits until all is written": (lambda cluster: cluster.sharing, "written"),
     "follows the board": (lambda cluster: cluster.sharing._follower, "take"),
-    "forgets failures": (lambda cluster: cluster.processes, "begin_anew"),
     # of the keeper
     "looks for losses": (lambda cluster: cluster.losses, "find"),
     "looks for sessions": (lambda cluster: cluster.processes, "find_sessions"),
@@ -382,7 +372,6 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "notes a launch": (lambda cluster: cluster.sharing, "launched"),
     "stops sessions": (lambda cluster: cluster.processes, "stop"),
     "writes the record": (lambda cluster: cluster.sharing._keeper.journal, "write"),
-    "asks for data to move": (lambda cluster: cluster.ending, "_data_to_move"),
 }
 
 
@@ -458,24 +447,9 @@ def change_known_board(cluster: Any, **changes: Any) -> None:
     cluster.sharing.link.board = replace(board_of(cluster), **changes)
 
 
-async def set_on_board(cluster: Any, **settings: Any) -> None:
-    """Ask the scheduler to change settings of the cluster."""
-    await cluster.sharing.link.set(**settings)
-
-
-def asked_address(cluster: Any) -> str:
-    """Return the address at which a process asks the scheduler."""
-    address: str = cluster.sharing.link.address
-    return address
-
-
-def ask_at(cluster: Any, address: str) -> None:
-    """Let a process ask another scheduler from now on, as one that has joined it."""
-    cluster.sharing.link.address = address
-
-
 async def stop_managing(cluster: Any) -> None:
-    """Let a process no longer manage its cluster, as one that has lost it to another."""
+    """Let a process no longer manage its cluster, as one that has lost it."""
+    await cluster.sharing._keeper.publish(leaves=True)
     await cluster.sharing._yield(cluster.sharing._keeper)
 
 

@@ -337,27 +337,6 @@ def configured(monkeypatch: pytest.MonkeyPatch, option: str, value: object) -> I
         yield
 
 
-@pytest.fixture(params=["shared", "alone"])
-def shared_or_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with clusters that are shared, and again with the core alone, which has no record."""
-    _share_unless_alone(request.param, monkeypatch)
-
-
-@pytest.fixture(params=["shared", pytest.param("alone", marks=pytest.mark.slow)])
-def slowly_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do the same, with the core alone among the slow tests."""
-    _share_unless_alone(request.param, monkeypatch)
-
-
-def _share_unless_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how == "alone":
-        from clusters import AloneCluster
-
-        from dask_cml import CMLCluster
-
-        monkeypatch.setattr(CMLCluster, "_share", AloneCluster._share)
-
-
 @pytest.fixture(params=["tcp", "tls"])
 def security(request: pytest.FixtureRequest) -> Any:
     """Keys for connections by TLS, or None for connections without."""

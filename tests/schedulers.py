@@ -12,12 +12,19 @@ from distributed import Scheduler
 from distributed.security import Security
 
 from dask_cml.layout import board_file
+from dask_cml.protocol import Rank
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 #: The id of the cluster's record.
 RECORD = "0123456789abcdef"
 #: The message of somebody who watches the board, and reads it at once.
-WATCH: dict[str, Any] = {"watcher": "somebody", "counts": True, "since": 0, "wait": 0.1}
+WATCH: dict[str, Any] = {
+    "watcher": "somebody",
+    "rank": int(Rank.USER),
+    "who": "somebody",
+    "since": 0,
+    "wait": 0.1,
+}
 
 
 def prepare(
@@ -28,7 +35,6 @@ def prepare(
     *,
     orphan_timeout: float | None = None,
     patience: float | None = None,
-    writers: Mapping[str, int] | None = None,
     **groups: Mapping[str, Any],
 ) -> Path:
     """Write in a cluster's folder what a keeper writes that launches a scheduler. Return the folder."""
@@ -40,7 +46,6 @@ def prepare(
         "restarts": restarts,
         "orphan_timeout": orphan_timeout,
         "patience": patience,
-        "writers": writers or {},
         "groups": {"default": {}, **groups},
     }
     file = folder / board_file(number)
@@ -49,17 +54,21 @@ def prepare(
     return folder
 
 
+def begin_with(folder: Path, number: int, **content: Any) -> None:
+    """Write more of what a scheduler begins with."""
+    file = prepare(folder, number=number) / board_file(number)
+    file.write_text(json.dumps(json.loads(file.read_text()) | content))
+
+
+def post(number: int = 1, sender: str = "a", **request: Any) -> dict[str, Any]:
+    """Return the message of a process whose user asks for something."""
+    return {"sender": sender, "number": number, "request": request}
+
+
 def report(**values: Any) -> dict[str, Any]:
     """Return the message of a keeper that reports, by default with nothing new."""
-    return {
-        "keeper": "keeper",
-        "report": {},
-        "closed": [],
-        "groups": {},
-        "events": [],
-        "n_before": 0,
-        **values,
-    }
+    message = {"keeper": "keeper", "term": 1, "report": {}, "events": [], "n_before": 0, "leaves": False}
+    return message | values
 
 
 @contextlib.asynccontextmanager

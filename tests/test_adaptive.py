@@ -342,8 +342,10 @@ async def test_another_class_ends_when_the_cluster_adapts_otherwise_or_closes(it
     assert third.periodic_callback is None
 
 
-@pytest.mark.parametrize("who", ["cluster", "remote", "other"])
-@pytest.mark.parametrize("where", ["cluster", "remote"])
+@pytest.mark.parametrize(
+    ("where", "who"),
+    [("cluster", "cluster"), ("cluster", "remote"), ("cluster", "other"), ("remote", "remote")],
+)
 @simulated
 async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, who):
     async with simulate(name="mine") as cluster, rebuild("mine") as remote, rebuild("mine") as other:

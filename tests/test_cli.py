@@ -40,6 +40,7 @@ from dask_cml.options import setting, state_directory
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import tls
 from dask_cml.words import format_duration, printable
 
@@ -200,16 +201,13 @@ def left(platform):
     run("delete", "mine")
 
 
-def test_only_commands_that_change_a_cluster_keep_it(left):
+def test_no_command_keeps_a_cluster(left):
     for looking in ["list"], ["info", "mine"], ["group", "list", "mine"], ["logs", "mine"]:
         run(*looking)
-    assert "Cluster kept by" not in run("logs", "mine", "Scheduler")
     run("scale", "mine", 0)
-    last = [
-        line for line in run("logs", "mine", "Scheduler").splitlines() if "keep" in line or "kept" in line
-    ]
-    assert "Cluster kept by" in last[-2]
-    assert "Cluster without a keeper" in last[-1]
+    run("adapt", "mine", 0, 1)
+    log = run("logs", "mine", "Scheduler")
+    assert not [line for line in log.splitlines() if "kept by" in line and WHO not in line]
 
 
 @pytest.mark.slow

@@ -56,7 +56,6 @@ async def test_scale_down_takes_names_of_workers(it):
         await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_twice_and_at_once(it):
     cluster = await simulate(n_workers=1)
@@ -150,7 +149,6 @@ async def test_a_block_that_is_thrown_away_with_its_event_loop_leaves_no_warning
     await cluster.close()
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_during_the_start(it):
     it.platform.doom("silent", times=3)
@@ -172,7 +170,6 @@ async def enter(cluster):
         pytest.fail("the block has begun")
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_close_during_scale(it):
     cluster = await simulate()
@@ -183,7 +180,6 @@ async def test_close_during_scale(it):
     assert not it.platform.running
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_a_cluster_whose_scheduler_was_lost_shuts_down_with_a_reason(it):
     with dask.config.set({"cml.scheduler-restarts": 0}):
@@ -214,7 +210,6 @@ async def test_a_cluster_that_shut_itself_down_leaves_no_forwarder_and_no_silenc
         logging.getLogger("distributed").removeHandler(handler)
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_wait_for_workers_fails_when_the_cluster_has_ended(it):
     cluster = await simulate(idle_timeout="5s")
@@ -222,7 +217,6 @@ async def test_wait_for_workers_fails_when_the_cluster_has_ended(it):
         await cluster.wait_for_workers(1)
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_wait_for_workers_fails_after_its_timeout(it):
     async with simulate() as cluster:
@@ -278,7 +272,6 @@ async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
         assert time.monotonic() - begin < 25  # Dask tries to connect for 30 s
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_wait_for_workers_counts_no_paused_workers(it):
     async with simulate(n_workers=1) as cluster:
@@ -313,7 +306,6 @@ def test_an_asynchronous_cluster_needs_an_event_loop(platform):
         CMLCluster(platform="local", asynchronous=True)
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_the_loop_is_never_blocked_by_a_call_of_the_api(it):
     async with simulate(n_workers=2) as cluster:
@@ -349,7 +341,6 @@ async def test_the_loop_reads_and_writes_no_file_of_the_cluster(platform, light,
     assert not in_loop
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_who_waits_for_workers_does_not_let_the_keeper_forget_one(it, monkeypatch):
     """The scheduler tells of a new worker by another connection, which may be faster than an older answer."""

@@ -26,8 +26,6 @@ from test_spec_cluster import Named
 
 from dask_cml import CMLAdaptive, CMLCluster
 
-pytestmark = pytest.mark.usefixtures("slowly_alone")
-
 FAST = {"interval": "1 s", "wait_count": 2}
 
 

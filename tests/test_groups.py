@@ -270,13 +270,13 @@ async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it
         async def hang(**arguments):
             await asyncio.sleep(3600)
 
-        answer, handlers["cml_set"] = handlers["cml_set"], hang
+        answer, handlers["cml_post"] = handlers["cml_post"], hang
         asked = change(remote)
         if isinstance(asked, CMLAdaptive):
             asked = until_written(remote)
         with pytest.raises(CMLError, match=r"the scheduler of cluster 'mine' at tcp://.* does not answer"):
             await asked
-        handlers["cml_set"] = answer
+        handlers["cml_post"] = answer
         await asyncio.sleep(10)
         for user in cluster, remote:
             assert user.worker_groups.keys() == {"default", "big"}

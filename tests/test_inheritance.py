@@ -74,7 +74,7 @@ def test_a_removed_folder_has_no_modules(tmp_path):
 
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("worker_class", [None, "beside.Mine"])
-async def test_sessions_find_the_modules_of_the_program(platform, slowly_alone, folder, worker_class):
+async def test_sessions_find_the_modules_of_the_program(platform, folder, worker_class):
     beside = importlib.import_module("beside")
     async with (
         make(n_workers=1, worker_class=worker_class) as cluster,

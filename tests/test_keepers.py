@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import signal
 import subprocess
 import sys
@@ -19,9 +18,7 @@ from clusters import (
     create_and_kill,
     create_elsewhere,
     cut_off,
-    follows,
     forget_session,
-    id_on_board,
     is_connected,
     launch,
     limits,
@@ -30,7 +27,6 @@ from clusters import (
     make,
     n_supplied,
     rebuild,
-    scheduler_of,
     sessions,
     simulate,
     spec_of,
@@ -133,32 +129,25 @@ async def test_a_group_that_is_deleted_and_added_again_at_once_is_the_new_one(it
         assert keeper.worker_groups["big"].size == SessionSize(2, 2)
 
 
-async def scale_down(cluster, name):
-    await cluster.scale_down([name])
-
-
-async def change_the_spec(cluster, name):
-    del cluster.worker_spec[name]
-    await cluster._correct_state()
-
-
-@pytest.mark.parametrize("close", [scale_down, change_the_spec])
 @simulated
-async def test_a_remote_closes_workers_by_their_names(it, close):
+async def test_a_remote_closes_workers_by_their_names(it):
     async with shared(n_workers=3) as keeper, rebuild("shared") as remote:
         await eventually(lambda: has(keeper, 3) and has(remote, 3))
-        await close(remote, "shared-1")
+        await remote.scale_down(["shared-1"])
         await eventually(lambda: has(keeper, 2) and has(remote, 2))
         assert keeper.workers.keys() == {"shared-0", "shared-2"}
 
 
 @simulated
-async def test_a_remote_adds_workers_to_the_spec_as_a_subclass_of_speccluster_may(it):
+async def test_a_specification_by_hand_is_refused_by_a_process_that_does_not_manage_the_cluster(it):
     async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
         await eventually(lambda: has(remote, 1))
         remote.worker_spec.update(remote.new_worker_spec())
-        await remote._correct_state()
-        await eventually(lambda: has(keeper, 2) and has(remote, 2))
+        with pytest.raises(CMLError, match=r"worker_spec of cluster shared not changed: another process"):
+            await remote._correct_state()
+        assert [*remote.worker_spec] == ["shared-0"]
+        await asyncio.sleep(30.0)
+        assert has(keeper, 1)
 
 
 @simulated
@@ -299,30 +288,6 @@ async def test_what_a_silent_keeper_was_asked_for_counts_when_it_answers_again(i
 
 
 @simulated
-async def test_a_request_whose_answer_is_lost_undoes_no_later_request_of_another_process(it):
-    async with shared() as keeper, rebuild("shared") as remote:
-        handlers = scheduler_of(it, keeper).handlers
-        unanswered = []
-
-        def lose_first_answer(handler):
-            async def handle(**message):
-                answer = handler(**message)
-                if id_on_board(keeper) in message.values() and message.get("groups") and not unanswered:
-                    unanswered.append(message)
-                    await asyncio.Event().wait()
-                return answer
-
-            return handle
-
-        handlers |= {name: lose_first_answer(handlers[name]) for name in ("cml_set", "cml_report")}
-        keeper.scale(2)
-        await eventually(lambda: unanswered and target(remote) == 2)
-        await remote.scale(3)
-        await asyncio.sleep(2 * timing.answer)
-        await eventually(lambda: has(keeper, 3) and has(remote, 3))
-
-
-@simulated
 async def test_a_request_after_the_first_board_is_written_reaches_the_board(it, monkeypatch):
     cluster = shared()
     fill_folder = sharing.fill_folder
@@ -402,35 +367,6 @@ async def test_a_process_that_was_frozen_finds_the_cluster_kept_by_another_and_l
         other.scale(2)
         await holds(lambda: has(other, 2) and len(live(locally)) == 3)
         await other.shutdown()
-
-
-@simulated
-async def test_sessions_that_end_with_the_keepers_session_are_replaced_by_the_next_keeper(it):
-    """Nobody lists them to the next keeper."""
-
-    async def keep():
-        async with rebuild("shared") as second:
-            await eventually(lambda: second.keeps)
-            second.scale(3)
-            await eventually(lambda: has(second, 3))
-            ready.set()
-            await asyncio.Event().wait()
-
-    ready, other_session = asyncio.Event(), "anothersession00"
-    creator = await shared(n_workers=1, shutdown_on_close=False)
-    await eventually(lambda: has(creator, 1))
-    await creator.leave()
-    process = it.process("second", {"CDSW_ENGINE_ID": other_session})
-    process.start(keep())
-    await ready.wait()
-    async with rebuild("shared", shutdown_on_close=True) as third:
-        await eventually(lambda: has(third, 3))
-        owners = [session.owner for session in third.sessions]
-        assert sorted(owners) == [*[other_session] * 2, *["notebook12345678"] * 2]
-        process.kill()
-        it.platform.end_session(other_session)
-        await eventually(lambda: third.keeps and has(third, 3))
-        assert {session.owner for session in third.sessions} == {"notebook12345678"}
 
 
 class Named(CMLCluster):
@@ -618,37 +554,8 @@ async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_whe
 
 
 @simulated
-async def test_a_request_of_a_remote_counts_that_becomes_the_keeper_at_this_moment(it, monkeypatch):
-    """A user scales in a thread, which sees a remote, and goes on when it is the keeper."""
-
-    def note_request(group):
-        begun.set()
-        while not remote.is_keeper and not over.wait(0.01):
-            pass
-
-    def journal(*arguments):
-        if follows(remote):
-            scaling.start()
-            assert begun.wait(60)
-        return make_journal(*arguments)
-
-    begun, over, make_journal = threading.Event(), threading.Event(), sharing_keeper.Journal
-    creator = await create_elsewhere(it, name="shared")
-    async with rebuild("shared", shutdown_on_close=True) as remote:
-        scaling = threading.Thread(target=contextvars.copy_context().run, args=(remote.scale, 2))
-        step_in(remote, "forgets failures", note_request)
-        journals = [journal, make_journal]
-        monkeypatch.setattr(sharing_keeper, "Journal", lambda *arguments: journals.pop()(*arguments))
-        creator.kill()
-        await eventually(lambda: remote.is_keeper)
-        over.set()
-        await asyncio.to_thread(scaling.join)
-        await eventually(lambda: has(remote, 2))
-
-
-@simulated
 async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it, monkeypatch):
-    async def stop_looking():
+    async def _stop_looking():
         answer()
         await eventually(lambda: recorded.is_set())
         await stop()
@@ -660,8 +567,8 @@ async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it,
 
     known, recorded = {}, asyncio.Event()
     async with shared() as cluster:
-        stop = cluster.stop_looking
-        monkeypatch.setattr(cluster, "stop_looking", stop_looking)
+        stop = cluster._stop_looking
+        monkeypatch.setattr(cluster, "_stop_looking", _stop_looking)
         note = step_in(cluster, "notes a launch", launched)
         with it.platform.held("launch_workers") as answer:
             cluster.scale(1)
@@ -812,13 +719,14 @@ async def test_dask_workers_that_are_not_named_like_the_clusters_stay(it, caplog
 
 
 @simulated
-async def test_events_are_kept_that_are_noted_while_the_schedulers_url_is_sent(it, monkeypatch):
+async def test_events_are_kept_that_are_noted_while_the_scheduler_answers(it, monkeypatch):
     async def send_slowly(self, **values):
+        answer = await send(self, **values)
         await asyncio.sleep(5.0)
-        return await send(self, **values)
+        return answer
 
-    send = Link.set
-    monkeypatch.setattr(Link, "set", send_slowly)
+    send = Link.report
+    monkeypatch.setattr(Link, "report", send_slowly)
     async with simulate(name="lab") as cluster, Client(cluster, asynchronous=True) as client:
         cluster.scale(3)
         await eventually(lambda: arrived(cluster) == 3)

@@ -13,8 +13,6 @@ from simulated.testing import eventually, simulated
 
 from dask_cml.protocol import LAST
 
-pytestmark = pytest.mark.usefixtures("slowly_alone")
-
 PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
 
 
@@ -154,7 +152,6 @@ async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connec
         )
 
 
-@pytest.mark.parametrize("slowly_alone", ["shared"], indirect=True)  # cut_off needs its link
 @simulated
 async def test_a_worker_that_never_connects_is_replaced_although_the_scheduler_is_away_now_and_then(it):
     it.platform.doom("silent", key="-0")
@@ -164,7 +161,6 @@ async def test_a_worker_that_never_connects_is_replaced_although_the_scheduler_i
             heal = cut_off(cluster)
             await asyncio.sleep(25)
             heal()
-        assert {*cluster.workers} == {"mine-0"}
         await eventually(lambda: "mine-0 lost: it did not connect within 100 s" in log_of(cluster), 30)
 
 

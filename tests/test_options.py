@@ -458,7 +458,7 @@ async def test_a_worker_class_may_be_where_only_sessions_look(stub):
 
 @pytest.mark.parametrize("option", ["log-directory", "state-directory"])
 async def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_launched(
-    platform, tmp_path, shared_or_alone, option
+    platform, tmp_path, option
 ):
     taken = tmp_path / "taken"
     taken.touch()

@@ -1,4 +1,4 @@
-"""The scheduler's plugin: its board as others read and write it, and when it ends its cluster."""
+"""The scheduler's plugin: its board as others read and write it, its keeper, and its end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from conftest import PATIENCE
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status, rpc
 from distributed.security import Security
-from schedulers import RECORD, WATCH, prepare, report, scheduler_in
+from schedulers import RECORD, WATCH, begin_with, post, prepare, report, scheduler_in
 
 from dask_cml import protocol
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
+from dask_cml.protocol import Rank
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PRELOAD
 from dask_cml.timing import timing
-
-#: The writer of a change whose process is not known.
-NOBODY = {"writer": "", "number": 0, "own": {}}
 
 
 @pytest.fixture
@@ -163,87 +161,56 @@ async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(
     about = file_of(folder)
     assert (about["address"], about["id"]) == (scheduler.address, scheduler.id)
     assert (about["protocol"], about["app_url"]) == (protocol.PROTOCOL, None)
-    await comm.cml_set(groups={"default": {"target": 2}})
+    await comm.cml_post(**post(kind="scale", n=2))
     await holds(lambda: file_of(folder)["groups"]["default"]["target"] == 2)
-    await comm.cml_set(app_url="https://abc.example.com/")
+    await comm.cml_report(**report(report={"app_url": "https://abc.example.com/"}))
     await holds(lambda: file_of(folder)["app_url"] == "https://abc.example.com/")
 
 
-async def test_the_next_scheduler_begins_with_what_was_wanted(tmp_path):
-    limits = {"minimum": 0, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
-    groups = {
-        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4, "created": 0, **NOBODY},
-        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0, "created": 7, **NOBODY},
-    }
-    folder = prepare(tmp_path / "mine", number=1, **groups)
+async def test_the_next_scheduler_begins_with_the_report_the_mail_and_the_posted_numbers(folder):
+    async with scheduler_in(folder) as running, rpc(running.address) as comm:
+        await comm.cml_post(**post(7, kind="add group", group="gpu", options={"cpu": 2}))
+        groups = {"default": {"target": 1}, "gpu": {"options": {"cpu": 2}}}
+        await comm.cml_report(**report(report={"groups": groups, "taken": 1}))
+        board = await comm.cml_post(**post(8, kind="scale", n=2, group="gpu"))
+    last = file_of(folder)
+    assert (len(last["mail"]), last["posted"]) == (1, {"a": 8})
+    begin_with(folder, 1, term=2, **{name: last[name] for name in ("report", "mail", "posted")})
     async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
-        assert (await comm.cml_watch(**WATCH))["groups"] == groups
-    assert file_of(folder, 1)["groups"] == groups
+        begun = await comm.cml_watch(**WATCH)
+        for part in "groups", "mail", "report":
+            assert begun[part] == board[part]
+        await comm.cml_post(**post(kind="scale", n=5, group="gpu", sender="b"))
+        again = await comm.cml_post(**post(8, kind="scale", n=2, group="gpu"))
+        assert again["groups"]["gpu"]["target"] == 5
 
 
 async def test_each_change_ends_the_wait_of_those_who_watch(scheduler, comm):
     revision = (await comm.cml_watch(**WATCH))["revision"]
     async with rpc(scheduler.address) as other:
         waiting = asyncio.ensure_future(other.cml_watch(**{**WATCH, "since": revision, "wait": 1e5}))
-        answer = await comm.cml_set(groups={"default": {"target": 2}})
+        answer = await comm.cml_post(**post(kind="scale", n=2))
         assert answer["groups"]["default"]["target"] == 2
         answer = await asyncio.wait_for(waiting, 60)
         assert answer["groups"]["default"]["target"] == 2
         assert answer["revision"] > revision
 
 
-async def test_a_user_adds_workers_with_own_options_and_the_keeper_says_which_there_are(comm, folder, holds):
-    await comm.cml_set(groups={"default": {"target": 1, "own": {"large": {"memory": 8.0}}}})
-    answer = await comm.cml_set(groups={"default": {"target": 2, "own": {"huge": {"memory": 16.0}}}})
-    both = {"large": {"memory": 8.0}, "huge": {"memory": 16.0}}
-    assert answer["groups"]["default"]["own"] == both
-    refused = await comm.cml_set(groups={"default": {"target": 3, "own": {"large": {"memory": 9.0}}}})
-    assert "invalid worker name 'large'" in refused["refused"]
-    left = {"target": 1, "own": {"mine-7": {"memory": 16.0}}}
-    for request, expected in (1, both), (2, left["own"]):
-        answer = await comm.cml_report(**report(groups={"default": {**left, "request": request}}))
-        assert answer["groups"]["default"]["own"] == expected
-    await holds(lambda: file_of(folder)["groups"]["default"]["own"] == left["own"])
+async def test_a_request_that_is_refused_is_answered_in_words_and_changes_nothing(comm):
+    before = await comm.cml_watch(**WATCH)
+    answer = await comm.cml_post(**post(kind="scale", group="no", n=1))
+    assert answer == {"refused": "invalid worker_group='no': expected one of 'default'"}
+    answer = await comm.cml_watch(**WATCH)
+    assert [answer[part] for part in ("revision", "mail")] == [before[part] for part in ("revision", "mail")]
 
 
-async def test_the_last_one_who_writes_wins_and_others_values_stay(comm):
-    answer = await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}, "target": 1}})
-    created = answer["groups"]["gpu"]["created"]
-    assert created > 0
-    await comm.cml_set(groups={"default": {"target": 2}})
-    limits = {"minimum": 4, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
-    answer = await comm.cml_set(groups={"default": {"adapt": limits}, "gpu": {"target": 3}})
-    assert answer["groups"] == {
-        # Its target is within the limits at once.
-        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2, "created": 0, **NOBODY},
-        "gpu": {
-            "options": {"cpu": 2},
-            "target": 3,
-            "adapt": None,
-            "request": 2,
-            "created": created,
-            **NOBODY,
-        },
-    }
-    answer = await comm.cml_set(groups={"default": {"target": 1, "adapt": None}, "gpu": None})
-    last = {"options": {}, "target": 1, "adapt": None, "request": 3, "created": 0, **NOBODY}
-    assert answer["groups"] == {"default": last}
-
-
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ({"no": {"target": 1}}, "invalid worker_group='no': expected one of 'default', 'gpu'"),
-        ({"no": None}, "invalid worker_group='no'"),
-        ({"gpu": {"options": {}, "target": 1}}, "invalid name='gpu': expected a name that no worker group"),
-        ({"default": None}, "invalid name='default': expected a worker group other than 'default'"),
-    ],
-)
-async def test_a_change_that_is_refused_is_answered_in_words_and_changes_nothing(comm, groups, words):
-    before = await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}}})
-    answer = await comm.cml_set(groups={"default": {"target": 7}, **groups})
-    assert answer["refused"].startswith(words)
-    assert (await comm.cml_watch(**WATCH))["groups"] == before["groups"]
+async def test_a_cluster_lives_on_without_a_user_when_one_asks_for_that(tmp_path, holds):
+    folder = prepare(tmp_path / "mine", orphan_timeout=300, patience=300)
+    async with scheduler_in(folder) as running, rpc(running.address) as comm:
+        assert not (await comm.cml_watch(**WATCH))["lives_on"]
+        assert (await comm.cml_live_on())["lives_on"]
+        assert running.plugins["dask-cml"]._watchers.timeout is None
+        await holds(lambda: file_of(folder)["orphan_timeout"] is None)
 
 
 async def test_strangers_without_the_keys_of_the_cluster_reach_no_handler(folder):
@@ -258,45 +225,17 @@ async def test_strangers_without_the_keys_of_the_cluster_reach_no_handler(folder
                 await asyncio.wait_for(comm.cml_hello(), 60)
 
 
-async def scale_as(comm, writer, number, target, **more):
-    groups = {"default": {"target": target}}
-    return (await comm.cml_set(writer=writer, number=number, groups=groups, **more))["groups"]["default"]
-
-
-async def test_a_repeated_change_undoes_no_later_request_of_another_process(comm):
-    first = await scale_as(comm, "a", 1, target=2)
-    assert (first["target"], first["writer"], first["number"]) == (2, "a", 1)
-    later = await scale_as(comm, "b", 1, target=5)
-    assert await scale_as(comm, "a", 1, target=2) == later
-    assert (await scale_as(comm, "a", 2, target=2))["target"] == 2
-
-
-async def test_a_change_that_was_refused_may_be_repeated(comm):
-    change = {"writer": "a", "number": 1, "groups": {"gpu": {"target": 1}}}
-    assert "refused" in await comm.cml_set(**change)
-    assert "refused" in await comm.cml_set(**change)
-    await comm.cml_set(groups={"gpu": {"options": {}}})
-    assert (await comm.cml_set(**change))["groups"]["gpu"]["target"] == 1
-
-
-async def test_the_next_scheduler_knows_the_changes_of_the_last_one(folder):
-    async with scheduler_in(folder) as running, rpc(running.address) as comm:
-        await scale_as(comm, "a", 7, target=2, closing=["mine-0"])
-    last = file_of(folder)
-    assert (last["writers"], last["closing"]) == ({"a": 7}, ["mine-0"])
-    prepare(folder, number=1, writers=last["writers"], **last["groups"])
-    async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
-        await scale_as(comm, "b", 1, target=5)
-        assert (await scale_as(comm, "a", 7, target=2))["target"] == 5
-
-
 # -- the keeper
 
 
-async def keeper_after(comm, watcher):
-    """Return who keeps the cluster after somebody has asked for the lease."""
-    await comm.cml_watch(**{**WATCH, "watcher": watcher})
-    return (await comm.cml_lease(watcher=watcher, take=True))["keeper"]
+async def keeper_after(comm, watcher, rank=Rank.OWNER):
+    """Return who keeps the cluster after a process has watched it."""
+    return (await comm.cml_watch(**{**WATCH, "watcher": watcher, "rank": int(rank)}))["keeper"]
+
+
+async def until_kept(comm, watcher, rank=Rank.OWNER):
+    while await keeper_after(comm, watcher, rank) != watcher:
+        await asyncio.sleep(0.01)
 
 
 async def test_the_creator_keeps_the_cluster_before_it_is_connected_but_not_for_ever(folder, monkeypatch):
@@ -304,55 +243,76 @@ async def test_the_creator_keeps_the_cluster_before_it_is_connected_but_not_for_
         assert await keeper_after(comm, "other") == "keeper"
     monkeypatch.setattr(timing, "first_lease", 0.1)
     async with scheduler_in(folder) as running, rpc(running.address) as comm:
-        while await keeper_after(comm, "other") != "other":
-            await asyncio.sleep(0.01)
+        await until_kept(comm, "other")
 
 
-async def test_another_process_gets_the_lease_when_the_keepers_connection_closes(
+async def test_another_process_keeps_the_cluster_when_the_keepers_connection_closes(
     scheduler, comm, monkeypatch
 ):
-    monkeypatch.setattr(timing, "first_lease", 0.0)
+    monkeypatch.setattr(timing, "reconnect", 0.0)
     async with rpc(scheduler.address) as first:
-        await first.cml_watch(**{**WATCH, "watcher": "keeper"})
+        await keeper_after(first, "keeper")
         assert await keeper_after(comm, "other") == "keeper"
-    scheduler.plugins["dask-cml"]._keeper_until = 0.0
-    while await keeper_after(comm, "other") != "other":
-        await asyncio.sleep(0.01)
+    await until_kept(comm, "other")
     async with rpc(scheduler.address) as first:  # which comes back
         assert await keeper_after(first, "keeper") == "other"
 
 
-async def test_a_keeper_gives_the_lease_back_and_nobody_else_does(comm):
-    await comm.cml_watch(**{**WATCH, "watcher": "keeper"})
-    assert (await comm.cml_lease(watcher="other", take=False))["keeper"] == "keeper"
-    assert (await comm.cml_lease(watcher="keeper", take=False))["keeper"] is None
-    assert (await comm.cml_lease(watcher="absent", take=True))["keeper"] is None
-    assert await keeper_after(comm, "other") == "other"
+@pytest.mark.parametrize("rank", Rank)
+async def test_nobody_keeps_a_cluster_without_a_keeper_but_its_owner_and_its_resident(tmp_path, rank):
+    async with scheduler_in(prepare(tmp_path / "mine")) as running, rpc(running.address) as comm:
+        may_keep = rank in (Rank.OWNER, Rank.RESIDENT)
+        assert await keeper_after(comm, "one", rank) == ("one" if may_keep else None)
 
 
-async def test_the_report_of_the_keeper_reaches_all_others_and_that_of_a_former_one_nobody(scheduler, comm):
-    scheduler.plugins["dask-cml"]._board.close_workers(["mine-0", "mine-1"])
-    await comm.cml_report(**report(keeper="former", report={"problem": "old"}, closed=["mine-1"]))
-    board = await comm.cml_watch(**WATCH)
-    assert (board["report"], board["closing"]) == ({}, ("mine-0", "mine-1"))
-    await comm.cml_report(**report(report={"problem": "new"}, closed=["mine-1"]))
-    board = await comm.cml_watch(**WATCH)
-    assert (board["report"], board["closing"]) == ({"problem": "new"}, ("mine-0",))
-    # It knows its own.
-    assert (await comm.cml_watch(**{**WATCH, "watcher": "keeper"}))["report"] == {}
+@pytest.mark.parametrize(
+    ("rank", "can_launch", "takes_over"),
+    [
+        (Rank.OWNER, True, True),
+        (Rank.OWNER, False, True),
+        (Rank.USER, True, False),
+        (Rank.USER, False, True),
+        (Rank.COMMAND, False, False),
+        (Rank.OBSERVER, False, False),
+    ],
+)
+async def test_the_resident_leaves_the_cluster_to_a_process_that_stays(
+    tmp_path, monkeypatch, rank, can_launch, takes_over
+):
+    """A notebook of another session gets it only if the scheduler's session cannot launch."""
+    monkeypatch.setattr(timing, "stay", 1000.0)
+    async with scheduler_in(prepare(tmp_path / "mine")) as running, rpc(running.address) as comm:
+        assert await keeper_after(comm, "resident", Rank.RESIDENT) == "resident"
+        barred = report(keeper="resident", term=2, report={"is_barred": not can_launch})
+        await comm.cml_report(**barred)
+        assert await keeper_after(comm, "one", rank) == "resident"
+        monkeypatch.setattr(timing, "stay", 0.0)
+        if takes_over:
+            await until_kept(comm, "one", rank)
+        else:
+            await asyncio.sleep(3 * timing.scheduler_look)
+            assert await keeper_after(comm, "one", rank) == "resident"
+
+
+async def test_a_keeper_that_leaves_hands_the_cluster_over_at_once_and_its_late_report_changes_nothing(
+    scheduler, comm
+):
+    await keeper_after(comm, "keeper")
+    assert await keeper_after(comm, "other") == "keeper"
+    left = await comm.cml_report(**report(report={"problem": "left"}, leaves=True))
+    assert (left["keeper"], left["term"], left["report"]) == ("other", 3, {"problem": "left"})
+    for keeper, term in ("keeper", 1), ("keeper", 3), ("other", 1):
+        late = report(keeper=keeper, term=term, report={"problem": "late"}, leaves=True)
+        answer = await comm.cml_report(**late)
+        assert answer == {"refused": "another process manages the cluster"}
+    # Who keeps it now begins with the report of the last one, and knows its own.
+    following = {**WATCH, "watcher": "other", "rank": int(Rank.OWNER)}
+    assert (await comm.cml_watch(**following))["report"] == {"problem": "left"}
+    await comm.cml_report(**report(keeper="other", term=3, report={"problem": "new"}))
+    assert (await comm.cml_watch(**following))["report"] == {}
+    assert (await comm.cml_watch(**WATCH))["report"] == {"problem": "new"}
     # Processes that only read the file, such as `dask cml info`, see it too.
     assert scheduler.plugins["dask-cml"]._state()["workers"]["problem"] == "new"
-
-
-async def test_what_the_keeper_changes_by_itself_undoes_no_later_request_of_a_user(comm):
-    board = await comm.cml_set(groups={"default": {"target": 5}})
-    request = board["groups"]["default"]["request"]
-    await comm.cml_report(**report(groups={"default": {"target": 3, "request": request}}))
-    assert (await comm.cml_watch(**WATCH))["groups"]["default"]["target"] == 3
-    await comm.cml_set(groups={"default": {"target": 7}})
-    late = {"default": {"target": 2, "request": request}, "deleted": {"target": 1, "request": 0}}
-    await comm.cml_report(**report(groups=late))
-    assert (await comm.cml_watch(**WATCH))["groups"]["default"]["target"] == 7
 
 
 # -- Dask workers
@@ -428,7 +388,7 @@ async def test_clients_get_the_events_of_sessions(scheduler, comm):
             await client.wait_for_workers(1)
         lost = {"action": "lost", "session": "mine-1", "cause": "out of memory"}
         await comm.cml_report(**report(events=[lost], n_before=2))
-        await comm.cml_report(**report(keeper="former", events=[lost], n_before=2))
+        await comm.cml_report(**report(term=0, events=[lost], n_before=2))
         closed = {"action": "closed", "session": "mine-0"}
         for _ in range(2):  # as if the first answer had been lost
             await comm.cml_report(**report(events=[lost, closed], n_before=2))
@@ -439,12 +399,12 @@ async def test_clients_get_the_events_of_sessions(scheduler, comm):
 # -- the end
 
 
-async def test_an_orphan_ends_itself(folder, holds):
+async def test_an_orphan_ends_itself(tmp_path, holds):
     others = {*threading.enumerate()}  # the test's own time limit among them
+    folder = prepare(tmp_path / "mine", orphan_timeout=0.1, patience=300)
     async with scheduler_in(folder) as running:
         async with rpc(running.address) as comm:
             await comm.cml_watch(**WATCH)
-            await comm.cml_set(orphan_timeout=0.1)
         await asyncio.wait_for(running.finished(), 120)
         words = "Scheduler closed: orphaned: no process and no client has used it for 0.1 s"
         assert sum(words in line for _, line in running.get_logs()) == 1  # though closing takes a while
@@ -467,7 +427,7 @@ async def test_the_orphan_timeout_counts_when_somebody_has_come_who_may_keep_the
     async with scheduler_in(folder, number=number) as running, rpc(running.address) as comm:
         watchers = running.plugins["dask-cml"]._watchers
         assert watchers.timeout == 300
-        await comm.cml_watch(**{**WATCH, "watcher": "page", "counts": False})
+        await comm.cml_watch(**{**WATCH, "watcher": "page", "rank": int(Rank.OBSERVER)})
         assert watchers.timeout == (orphan_timeout if number else 300)
         await comm.cml_watch(**WATCH)
         assert watchers.timeout == orphan_timeout
@@ -536,8 +496,7 @@ import asyncio, sys
 from distributed.core import rpc
 async def watch():
     comm = rpc(sys.argv[1])
-    await comm.cml_watch(watcher="keeper", counts=True, since=0, wait=0.1)
-    await comm.cml_set(orphan_timeout=1)
+    await comm.cml_watch(watcher="keeper", rank=1, who="its user", since=0, wait=0.1)
     print("there", flush=True)
     await asyncio.sleep(3600)
 asyncio.run(watch())
@@ -563,6 +522,7 @@ def run_dask(program, folder, *arguments):
 @pytest.fixture
 def cluster(folder, until, monkeypatch):
     """A scheduler's and a worker's process, and the scheduler's address."""
+    prepare(folder, keeper="keeper", orphan_timeout=1, patience=300)
     for name, value in (FOLDER, folder), (NUMBER, 0):
         monkeypatch.setenv(name, str(value))
     arguments = ("--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0")
@@ -619,9 +579,8 @@ def silence():
 
 
 async def test_a_scheduler_of_another_release_refuses_its_cluster(tmp_path):
-    folder = prepare(tmp_path / "mine")
-    file = folder / board_file(0)
-    file.write_text(json.dumps({**json.loads(file.read_text()), "protocol": 1}))
+    folder = tmp_path / "mine"
+    begin_with(folder, 0, protocol=1)
     with pytest.raises(RuntimeError, match="its cluster speaks protocol 1 of dask-cml, and this session"):
         async with scheduler_in(folder):
             pass

@@ -56,7 +56,6 @@ async def test_a_worker_stays_until_another_can_take_its_data(it, who):
         await eventually(lambda: cluster.problem is remote.problem is None)
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_without_any_wanted_worker_the_last_one_stops_with_its_data(it):
     async with (
@@ -71,7 +70,6 @@ async def test_without_any_wanted_worker_the_last_one_stops_with_its_data(it):
         assert data.status == "cancelled"
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_the_only_data_moves_to_a_worker_that_connects_while_its_worker_is_retired(it):
     async with (
@@ -89,7 +87,6 @@ async def test_the_only_data_moves_to_a_worker_that_connects_while_its_worker_is
         assert await data == "data"
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_the_only_data_moves_to_a_worker_of_another_group_that_connects_later(it):
     async with simulate(name="mine") as cluster, Client(cluster, asynchronous=True) as client:
@@ -129,7 +126,6 @@ async def test_many_workers_leave_a_few_at_a_time_after_all_have_moved_their_dat
         assert len(dask_names(cluster)) == 1
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @pytest.mark.parametrize("op", ["retire_workers", "cml_held"])
 @simulated
 async def test_no_session_is_stopped_while_the_scheduler_does_not_answer(it, op):
@@ -160,7 +156,6 @@ async def test_no_session_is_stopped_while_the_scheduler_does_not_answer(it, op)
         assert await data == "data"
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_a_session_that_keeps_one_of_its_workers_is_not_lost(it):
     """The scheduler retires the other one, and Dask moves no actors."""
@@ -184,7 +179,6 @@ async def test_a_session_that_keeps_one_of_its_workers_is_not_lost(it):
             assert [await counter.add(1) for counter in counters] == [1, 1]
 
 
-@pytest.mark.usefixtures("slowly_alone")
 @simulated
 async def test_a_session_that_lacks_a_worker_is_replaced_as_soon_as_another_can_take_its_data(it):
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"}):

@@ -3,78 +3,71 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from distributed.core import rpc
-from schedulers import WATCH, prepare, report, scheduler_in
+from schedulers import WATCH, post, prepare, report, scheduler_in
 
 LIMITS = {"minimum": 0, "maximum": 3, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
+REQUEST = {"kind": "adapt", "limits": LIMITS}
 VALID = {
     "cml_watch": WATCH,
-    "cml_set": {
-        "groups": {"default": {"target": 100_000, "adapt": LIMITS}},
-        "orphan_timeout": 300,
-        "app_url": "https://abc.example.com/",
-    },
-    "cml_report": report(
-        report={"problem": None}, closed=["mine-0"], events=[{"action": "lost", "session": "mine-0"}]
-    ),
-    "cml_lease": {"watcher": "m-1", "take": True},
+    "cml_post": post(**REQUEST),
+    "cml_report": report(events=[{"action": "lost", "session": "mine-0"}]),
     "cml_held": {"names": ["mine-0", "mine-1-0"]},
     "cml_last": {"names": []},
     "cml_notice": {"names": ["mine-0"]},
 }
 NAMES = ["mine-0", None, [""], [3], ["x" * 400], {"mine-0": 1}, ["mine-0"] * 100_001]
-WATCHERS = ["", "x" * 65, "a b", "ä", "m\n", ["m"], None, 3]
-GROUPS = [
+TEXTS = ["", "x" * 400, None, 3]
+WATCHERS = ["x" * 65, "a b", "ä", "m\n", ["m"], *TEXTS]
+NUMBERS = [-1, 1.5, 2**60, True, "3", None]
+REQUESTS = [
     None,
     3,
-    {"": {}},
-    {"0": {}},
-    {"a b": {}},
-    {"x" * 400: {}},
-    {"default": 3},
-    *({"default": {"target": wrong}} for wrong in (-1, 100_001, 1.5, True, "3", None, math.nan)),
-    *({"default": {"request": wrong}} for wrong in (-1, "1", True)),
-    {"default": {"pause": 1}},
-    {"default": {"adapt": {"minimum": 0}}},
-    *({"default": {"adapt": {**LIMITS, name: -1}}} for name in LIMITS),
-    *({"default": {"adapt": {**LIMITS, "maximum": wrong}}} for wrong in (1.5, "all", math.inf, None)),
-    {"new": {"options": []}},
+    {"n": 3},
+    *({"kind": wrong} for wrong in ("burn", None)),
+    *({**REQUEST, "group": wrong} for wrong in ("0", "a b", *TEXTS)),
+    *({"kind": "scale", "n": wrong} for wrong in (100_001, math.nan, *NUMBERS)),
+    *({**REQUEST, "limits": {**LIMITS, name: -1}} for name in LIMITS),
+    *({**REQUEST, "limits": {**LIMITS, "maximum": wrong}} for wrong in (1.5, "all", math.inf, None)),
+    *({**REQUEST, "limits": wrong} for wrong in ({"minimum": 0}, {**LIMITS, "step": 1})),
+    {"kind": "add group", "group": "new", "options": []},
+    *({"kind": "close", "names": wrong} for wrong in NAMES),
+    {**REQUEST, "pause": 1},
 ]
 #: Wrong values of each argument, by handlers.
 WRONG = {
     "cml_watch": {
         "watcher": WATCHERS,
-        "counts": ["no", None, 1],
-        "since": [-1, 1.0, None],
+        "rank": [0, 6, 1.5, True, "1", None],
+        "who": TEXTS,
+        "since": NUMBERS,
         "wait": [-2, 0, None, math.nan, math.inf, "2", True],
         "keeper": ["me"],
     },
-    "cml_set": {
-        "groups": GROUPS,
-        "orphan_timeout": [0, math.nan, True, "never"],
-        "app_url": ["javascript:alert(1)", "https://" + "x" * 3000, None],
-        "keeper": ["me"],
-    },
+    "cml_post": {"sender": WATCHERS, "number": NUMBERS, "request": REQUESTS},
     "cml_report": {
         "keeper": WATCHERS,
-        "report": [None, []],
-        "closed": NAMES,
-        "groups": GROUPS,
-        "n_before": [None, -1, "3"],
+        "term": NUMBERS,
+        "report": [
+            None,
+            [],
+            *({"groups": wrong} for wrong in (3, {"default": 3}, {"default": {"target": "3"}})),
+        ],
         "events": [None, [3], [{"action": 3}], [{"": "lost"}], [{"cause": "x" * 4000}]],
+        "n_before": NUMBERS,
+        "leaves": ["no", None, 1],
     },
-    "cml_lease": {"watcher": WATCHERS, "take": [None, "yes", 1]},
-    "cml_held": {"names": NAMES},
-    "cml_last": {"names": NAMES},
-    "cml_notice": {"names": NAMES},
+    **{handler: {"names": NAMES} for handler in ("cml_held", "cml_last", "cml_notice")},
 }
 
 
 @pytest.fixture
 async def comm(tmp_path):
-    async with scheduler_in(prepare(tmp_path / "mine")) as scheduler, rpc(scheduler.address) as connected:
+    folder = prepare(tmp_path / "mine", keeper="keeper")
+    async with scheduler_in(folder) as scheduler, rpc(scheduler.address) as connected:
         yield connected
 
 
@@ -84,8 +77,7 @@ async def test_a_valid_message_passes_and_one_that_lacks_a_value_is_refused(comm
     assert "refused" not in (await send(**VALID[handler]) or {})
     for name in VALID[handler]:
         without = {argument: value for argument, value in VALID[handler].items() if argument != name}
-        answer = await send(**without)
-        assert handler == "cml_set" or f"missing required field `{name}`" in answer["refused"]
+        assert f"missing required field `{name}`" in (await send(**without))["refused"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +87,7 @@ async def test_one_wrong_value_refuses_the_message_and_changes_nothing(comm, han
     before = await comm.cml_watch(**WATCH)
     for wrong in WRONG[handler][argument]:
         refused = (await getattr(comm, handler)(**{**VALID[handler], argument: wrong}))["refused"]
-        assert refused.startswith("invalid message to the scheduler: ")
+        assert re.match("invalid (message to the scheduler|groups of a report): ", refused)
         assert argument in refused
         assert len(refused) < 500
     assert await comm.cml_watch(**WATCH) == before

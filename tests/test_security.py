@@ -96,7 +96,7 @@ async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encrypti
         with refused:
             await store.read("mine").ask_scheduler("identity", 30)
         with refused:
-            await Link("me", "mine", counts=False).join(stranger.address, keys, "id")
+            await Link("me", "mine", "me").join(stranger.address, keys, "id")
         assert {*stranger.clients} == {"fire-and-forget"}
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import tornado
 from click.testing import CliRunner
-from clusters import create_elsewhere, log_of, outlive_this_process, sessions, write_record
+from clusters import create_elsewhere, log_of, sessions, write_record
 from conftest import PATIENCE, configured
 from distributed import Client
 from ports import free_port
@@ -616,34 +616,19 @@ def keeps(cluster):
     return cluster is not None and cluster.keeps
 
 
-@on_page
-async def test_the_page_keeps_a_cluster_that_is_to_outlive_its_creator_only_later(server, it):
-    creator = await create_elsewhere(it, name="day", security=True)
-    await server.until("day", running)
-    [cluster] = creator.clusters
-    await creator.start(outlive_this_process(cluster))
-    await creator.start(cluster.leave())
-    try:
-        await eventually(lambda: keeps(server.clusters.find("day").cluster), 60.0)
-    finally:
-        await server.request("DELETE", "/api/clusters/day")
-
-
 @pytest.mark.slow
 @on_page
-async def test_the_page_keeps_a_cluster_whose_record_cannot_be_read_for_a_while(server, it):
+async def test_the_page_shows_a_cluster_whose_record_cannot_be_read_for_a_while(server, it):
     await leave("day")
     await server.until("day", running)
     folder = state_directory() / "day"
     try:
-        await eventually(lambda: server.clusters.running("day").keeps, 30.0)
         cluster = server.clusters.running("day")
         folder.chmod(0o770)
         await asyncio.sleep(4.0)
         folder.chmod(0o700)
         await asyncio.sleep(60.0)
         assert server.clusters.running("day") is cluster
-        assert cluster.keeps
     finally:
         folder.chmod(0o700)
         await server.request("DELETE", "/api/clusters/day")

@@ -9,6 +9,7 @@ import pytest
 from distributed import Client, Scheduler
 from distributed.security import Security
 
+from dask_cml.protocol import USERS, Rank
 from dask_cml.scheduler import watchers as module
 from dask_cml.scheduler.watchers import Watchers
 from dask_cml.timing import timing
@@ -42,10 +43,10 @@ class World:
     def monotonic(self):
         return self.now
 
-    def hear(self, watcher, counts=True):
+    def hear(self, watcher, rank=Rank.USER):
         """Let a watcher send a message, and do so regularly from now on."""
-        comm, _ = self.comms.setdefault(watcher, (Comm(), counts))
-        self.watchers.hear(watcher, counts, comm)
+        comm, _ = self.comms.setdefault(watcher, (Comm(), rank))
+        self.watchers.hear(watcher, rank, "its user", comm)
 
     def leave(self, watcher):
         comm, _ = self.comms.pop(watcher)
@@ -109,16 +110,16 @@ def test_a_silent_watcher_keeps_no_cluster_after_a_lease_and_no_orphan_while_it_
     assert world.watchers.answers("one")
     assert world.after(STEP) is None
     assert not world.watchers.answers("one")
-    assert (world.watchers.n_users, world.watchers.has_user) == (0, True)
+    assert world.watchers.has_user
     assert world.after(1000) is None
     world.leave("one")
     assert world.after(60) == 5
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_one_that_only_looks_is_here_and_keeps_no_orphan(world, counts):
-    world.hear("one", counts)
-    assert (world.after(60) is None) is counts
+@pytest.mark.parametrize("rank", Rank)
+def test_only_processes_of_users_keep_an_orphan_whoever_answers(world, rank):
+    world.hear("one", rank)
+    assert (world.after(60) is None) is world.watchers.has_user is (rank in USERS)
     assert world.watchers.answers("one")
     assert not world.watchers.answers("other")
 

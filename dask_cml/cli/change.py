@@ -72,18 +72,18 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     async with connected(name) as cluster:
         adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
         await cluster.sharing.written()
-        is_managed = not cluster.is_keeper or cluster.sharing.board.lives_on
+        board = cluster.sharing.board
     words = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-    if not is_managed:
+    if board.keeper is None and not board.lives_on:
         words += f" as soon as a process manages it. In Python, run: CMLCluster.from_name({name!r})"
     echo(words)
 
 
 def connected(name: str) -> CMLCluster:
-    """Return a cluster that outlives an ``async with`` block. If nobody manages it, this process does."""
-    from dask_cml.cluster import CMLCluster
+    """Return a cluster that outlives an ``async with`` block, and that another process manages."""
+    from dask_cml.observers import CommandedCluster
 
-    return CMLCluster.from_name(name, asynchronous=True, quiet=True)
+    return CommandedCluster.from_name(name, asynchronous=True, quiet=True)
 
 
 def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:

@@ -294,14 +294,12 @@ class CMLAdaptive(Adaptive):
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Scale to `n` sessions."""
-        with self.cluster.groups.lock:  # a user may scale, and so release this, in another thread
-            if self.cluster.keeps and not self._released:
-                self.cluster.groups.resize(self._group, n, ())
-                self.cluster.woken.set()
+        if self.cluster.keeps and not self._released:
+            self.cluster.groups.resize(self._group, n, ())
+            self.cluster.woken.set()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
-        with self.cluster.groups.lock:
-            if self.cluster.keeps and not self._released:
-                self.cluster.groups.drop(workers)
-                self.cluster.woken.set()
+        if self.cluster.keeps and not self._released:
+            self.cluster.groups.drop(workers)
+            self.cluster.woken.set()

@@ -18,25 +18,26 @@ from distributed.core import Status
 
 from dask_cml import output, protocol
 from dask_cml.cancellation import cancel, within
-from dask_cml.core.alone import How
 from dask_cml.core.at_exit import no_longer_end_at_exit
-from dask_cml.core.interface import Cluster
+from dask_cml.core.interface import Cluster, How
 from dask_cml.core.messages import write_own_log
 from dask_cml.core.retirement import Retirements
 from dask_cml.core.view import View
 from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import get_logger
+from dask_cml.protocol import Rank
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.timing import timing
-from dask_cml.words import command, first_line
+from dask_cml.words import first_line
 
 logger = get_logger(__name__)
 
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _STOP_AGAIN = 60.0
+#: Seconds for which a process that leaves waits for the platform's answers to its launches.
+_LAST_CALLS = 5.0
 
 
 class Ending:
@@ -53,13 +54,10 @@ class Ending:
     ----------
     how : How or None
         How it ends or has ended. None: it has not begun.
-    finishes : bool
-        Whether this process leaves, and does first what it was asked for.
     """
 
     def __init__(self, cluster: Cluster, processes: Workers, retirements: Retirements, view: View) -> None:
         self.how: How | None = None
-        self.finishes = False
         self._name = cluster.options.name
         self._pid = os.getpid()
         self._cluster, self._processes = cluster, processes
@@ -92,7 +90,7 @@ class Ending:
         Raises
         ------
         CMLError
-            If sessions are not stopped, or this process leaves before it has carried out the last change.
+            If sessions are not stopped.
         """
         if self._has_ended(how):
             return
@@ -111,22 +109,16 @@ class Ending:
         if earlier is not None and not earlier.done():  # this object leaves the cluster, which is to end
             await asyncio.wait([earlier])
         self._cluster.status = Status.closing
-        not_done: str | None = None
         try:
             try:
                 if how is How.LEAVE and earlier is None:
-                    await self._cluster.sharing.write_last()
-                self._cluster.groups.stop_adapting()
-                if how is How.LEAVE:
-                    not_done = await self._finish()
+                    await self._cluster.sharing.leave()
             finally:
                 await self._in_time(self._stop_working())
-            await self._in_time(self._cluster.sharing.close(how))
+            await self._in_time(self._cluster.sharing.close(how))  # with the limits of adaptive scaling
+            self._cluster.groups.stop_adapting()
             if how is How.SHUT_DOWN:
                 await self._say_goodbye()
-            if not_done is not None and await self._cluster.sharing.is_succeeded():
-                logger.warning("%s, or wait until another process of the cluster does", not_done)
-                not_done = None
         except Exception:  # of Dask, the platform or a subclass: the sessions are stopped even so
             logger.exception("Cluster %s not closed properly", self._name)
         self._cluster.sharing.disconnect()
@@ -134,21 +126,19 @@ class Ending:
             if how is How.SHUT_DOWN:
                 await self._stop_sessions()
             else:
-                self._forget_sessions()
-                await self._cluster.api.close()
+                await self._leave_sessions()
             await self._cluster.close_dask()
         except BaseException:
             self._cluster.status = Status.failed
             raise
         no_longer_end_at_exit(self._cluster)
         await asyncio.to_thread(output.flush)
-        if not_done is not None and self.how is How.LEAVE:
-            raise CMLError(not_done)
 
     async def _stop_working(self) -> None:
         """Stop all tasks of this process for the cluster."""
         await cancel(self._cluster.starting, *self._cluster.sharing.tasks)
-        await self._cluster.stop_looking()
+        # Others are to find the sessions that this process is launching.
+        await self._cluster._stop_looking(_LAST_CALLS if self.how is How.LEAVE else 0.0)
         if self._cluster.is_keeper:
             await self.stop_waiting()
 
@@ -166,7 +156,7 @@ class Ending:
     async def _say_goodbye(self) -> None:
         """Let the scheduler inform its workers and clients of its end."""
         # The scheduler waits for a process in its session, and closes already.
-        if self._cluster.scheduler_comm is not None and not self._cluster.is_resident:
+        if self._cluster.scheduler_comm is not None and self._cluster.rank is not Rank.RESIDENT:
             try:
                 await self._cluster.ask("terminate", timing.goodbye, reason=self._cluster.end_reason)
             except Exception as error:  # of Dask, which varies: its workers may be frozen
@@ -177,12 +167,12 @@ class Ending:
         await self._processes.close()
         await self._retirements.close()
 
-    def _forget_sessions(self) -> None:
+    async def _leave_sessions(self) -> None:
         """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
-        if not self._cluster.is_keeper:
-            self._cluster.api.forget(*self._cluster.api.live)
-        elif not self._cluster.sharing.is_gone:
-            self._cluster.api.forget(*[str(process.session_id) for process in self._processes.launched])
+        if self._cluster.is_keeper and self._cluster.sharing.is_gone:
+            await self._cluster.api.close()
+        else:
+            self._cluster.api.leave()
 
     async def _stop_sessions(self) -> None:
         """Stop all sessions of the cluster, from all processes, and then remove the record."""
@@ -240,58 +230,6 @@ class Ending:
         self._cluster.shutdown_on_close = False
 
     # -- what is left to do
-
-    async def _finish(self) -> str | None:
-        """Do what users have asked for, before this process leaves. Return what is not done."""
-        self.finishes = True
-        try:
-            await self.wait_until_done(self._left_to_do)
-        finally:
-            self.finishes = False
-            self._cluster.groups.stop_adapting()  # another process may have asked for it meanwhile
-        return self.not_done
-
-    def _left_to_do(self) -> Sequence[str]:
-        """Return the names of the sessions that this process has to launch or to stop before it leaves."""
-        if self.how is How.SHUT_DOWN or not self._cluster.sharing.follows:
-            return []
-        return self._to_do if self._cluster.is_keeper else self._cluster.sharing.left_to_do
-
-    @property
-    def _to_do(self) -> list[str]:
-        """The names of the sessions that the next steps stop and launch."""
-        return self._view.to_stop + self._view.to_launch
-
-    @property
-    def not_done(self) -> str | None:
-        """What is not carried out if this process leaves now, as a sentence. None if nothing is left."""
-        if not self._cluster.sharing.has_followed:  # it has not started
-            return None
-        parts = []
-        if self._cluster.is_keeper:
-            if to_stop := self._view.to_stop:
-                parts.append(f"{', '.join(to_stop)} not stopped")
-            if to_launch := self._view.to_launch:
-                parts.append(f"{', '.join(to_launch)} not launched")
-        elif self._cluster.sharing.left_to_do:
-            parts.append("no process that manages the cluster has taken it over")
-        if not parts:
-            return None
-        target = self._cluster.view.target
-        commands = [
-            command("scale", self._name, target(group), group=group) for group in self._unfinished_groups
-        ]
-        return (
-            f"cluster {self._name} left before its last change was carried out: {', '.join(parts)} "
-            f"({self.why_not_done}). To carry it out, run {' and '.join(commands)}"
-        )
-
-    @property
-    def _unfinished_groups(self) -> list[str]:
-        """The groups of which sessions are still to be launched or stopped, at least one."""
-        names = self._to_do if self._cluster.is_keeper else []
-        groups = {self._cluster.groups.group_of(name) for name in names}.union(self._cluster.sharing.untaken)
-        return sorted(group for group in groups if group in self._cluster.groups) or [DEFAULT_GROUP]
 
     async def wait_until_done(self, left: Callable[[], Sequence[str]]) -> Sequence[str]:
         """Wait until no session is left to launch or to stop, or nothing gets on. Return what is left.
@@ -383,8 +321,7 @@ class Ending:
         Raises
         ------
         CMLError
-            If the platform did not stop some sessions, or this process leaves before it has carried out the
-            last change. The message names the sessions.
+            If the platform did not stop some sessions. The message names them.
         """
         closing = self.end(self.usual_how)
         try:
@@ -409,7 +346,6 @@ class Ending:
         if self._has_ended(how):
             return
         self.how = how
-        not_done = self.not_done if how is How.LEAVE else None
         try:
             if how is How.SHUT_DOWN:
                 self._stop_sessions_now()
@@ -418,8 +354,6 @@ class Ending:
             raise
         self._cluster.status = Status.closed
         no_longer_end_at_exit(self._cluster)
-        if not_done is not None:
-            raise CMLError(not_done)
 
     # -- starts that fail
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,10 @@ from dask_cml.sessions.workers_api import WorkersAPI
 
 if TYPE_CHECKING:
     from distributed.deploy.adaptive import Adaptive
+
+#: The most bytes of all groups, as JSON. The rest of the scheduler's file is for what becomes of them, see
+#: dask_cml.private_files.MOST_BYTES.
+_MOST_BYTES = 500_000
 
 
 def is_of_session(spec: Mapping[str, Any]) -> bool:
@@ -73,22 +77,17 @@ class Specs(dict[str, Any]):
 
 
 class GroupDescription(Protocol):
-    """A worker group of another process, see :class:`dask_cml.scheduler.board.BoardGroup`."""
+    """A worker group of another process, see :class:`dask_cml.scheduler.board.WantedGroup`."""
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The options that differ from the cluster's."""
 
-    @property
-    def created(self) -> int:
-        """What distinguishes it from others with its name."""
-
 
 class Groups:
     """The worker groups of a cluster, and which entries of its ``worker_spec`` belong to them.
 
-    Users scale from any thread, and the keeper works in the event loop: a method holds the one lock from its
-    check to its end. No method waits. Who checks before a change holds the lock by :meth:`changing`.
+    All of it changes in the event loop. No method waits.
 
     Parameters
     ----------
@@ -100,20 +99,15 @@ class Groups:
         Launches and stops sessions.
     place : Place
         The cluster's folder and keys, and the number of its scheduler.
-
-    Attributes
-    ----------
-    lock : threading.RLock
-        Held by who decides by what is wanted, and changes it.
     """
 
     def __init__(self, cluster: SpecCluster, options: Options, api: WorkersAPI, place: Place) -> None:
         self._cluster, self._prefix, self._api, self._place = cluster, options.name, api, place
-        self.lock = threading.RLock()
         #: The names in ``worker_spec`` with their groups, as far as they were not changed by hand.
         self._known: dict[str, str] = {}
         self._options = {DEFAULT_GROUP: options}
-        self._created: dict[str, int] = {}
+        #: The options of groups as they were described.
+        self._described: dict[str, Mapping[str, Any]] = {}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
         #: which ones cost least to close.
         self._excess: dict[str, int] = {}
@@ -121,8 +115,6 @@ class Groups:
         self._numbers: dict[str, int] = {}
         #: All names that sessions of the cluster have had. A second session with such a name would exit.
         self._given: set[str] = set()
-        #: The own options of wanted workers, with the options in their specs from which they follow.
-        self._own: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {}
         self._adaptives: dict[str, Adaptive] = {}
         #: Whether the first workers are wanted.
         self._has_begun = False
@@ -142,22 +134,20 @@ class Groups:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock for a change of ``worker_spec`` that is not made by hand."""
-        with self.lock:
-            before = {*self._cluster.worker_spec}
-            try:
-                yield
-            finally:
-                after = {*self._cluster.worker_spec}
-                for name in before - after:
-                    self._known.pop(name, None)
-                self._known |= {name: self.group_of(name) for name in after - before}
+        """Change ``worker_spec`` otherwise than by hand."""
+        before = {*self._cluster.worker_spec}
+        try:
+            yield
+        finally:
+            after = {*self._cluster.worker_spec}
+            for name in before - after:
+                self._known.pop(name, None)
+            self._known |= {name: self.group_of(name) for name in after - before}
 
     @property
     def is_changed_by_hand(self) -> bool:
         """Whether a user has changed ``worker_spec``, as a subclass of SpecCluster may."""
-        with self.lock:
-            return self._known.keys() != self._cluster.worker_spec.keys()
+        return self._known.keys() != self._cluster.worker_spec.keys()
 
     def take_changes_by_hand(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return what users have removed from ``worker_spec``, and added, since the last call.
@@ -167,11 +157,10 @@ class Groups:
         closed, new : dict of str to str
             The groups by the workers' names.
         """
-        with self.lock:
-            before = self._known
-            self._known = self.wanted()
-            closed = {name: group for name, group in before.items() if name not in self._known}
-            return closed, {name: group for name, group in self._known.items() if name not in before}
+        before = self._known
+        self._known = self.wanted()
+        closed = {name: group for name, group in before.items() if name not in self._known}
+        return closed, {name: group for name, group in self._known.items() if name not in before}
 
     # -- groups
 
@@ -196,20 +185,25 @@ class Groups:
             raise ValueError(message("worker_group", group, f"one of {', '.join(map(repr, self._options))}"))
         return known
 
-    def add(self, group: str, options: Options, created: int = 0) -> None:
-        """Add a group without workers.
+    def add(self, group: str, options: Options) -> None:
+        """Add a group without workers."""
+        self._options[group] = options
 
-        Parameters
-        ----------
-        group : str
-            The group's name.
-        options : Options
-            The options of its workers.
-        created : int
-            Distinguishes it from others with its name, see :class:`~dask_cml.scheduler.board.BoardGroup`.
+    def check_size(self, group: str, options: Options) -> None:
+        """Refuse a group with which the scheduler's file could not be read: it holds all groups.
+
+        Raises
+        ------
+        ValueError
+            If the options of all groups are too long as JSON.
         """
-        with self.lock:
-            self._options[group], self._created[group] = options, created
+        others = sum(len(json.dumps(self.options(name).group_arguments())) for name in self.names)
+        size = len(json.dumps(options.group_arguments()))
+        if others + size > _MOST_BYTES:
+            raise ValueError(
+                f"invalid options of worker group {group!r} with {size} bytes: expected at most "
+                f"{max(0, _MOST_BYTES - others)} bytes, because all groups of a cluster have {_MOST_BYTES}"
+            )
 
     def remove(self, group: str) -> None:
         """Remove a group. Its workers are not wanted any more."""
@@ -217,26 +211,19 @@ class Groups:
             for name in self.workers(group):
                 self._cluster.worker_spec.pop(name, None)
             self._options.pop(group, None)
-            self._created.pop(group, None)
             self._excess.pop(group, None)
         self.adapt(group, None)
 
-    def take(self, groups: Mapping[str, GroupDescription]) -> list[str]:
-        """Have the groups of the board. Return the removed groups, including any that are added again."""
-        removed = []
+    def take(self, groups: Mapping[str, GroupDescription]) -> None:
+        """Have these groups instead of the present ones."""
         for name in self.names:
-            group = groups.get(name)
-            if group is None or group.created != self._created.get(name, 0):
+            if name not in groups:
                 self.remove(name)
-                removed.append(name)
         for name, group in groups.items():
-            if name not in self:
-                self.add(name, self.options().of_group(group.options), group.created)
-        return removed
-
-    def created(self, group: str) -> int:
-        """Return what distinguishes a group from others with its name."""
-        return self._created.get(group, 0)
+            is_known = name in self and self._described.get(name) == group.options
+            if name != DEFAULT_GROUP and not is_known:
+                self._options[name] = self.options().of_group(group.options)
+                self._described[name] = group.options
 
     # -- adaptive scaling
 
@@ -284,15 +271,10 @@ class Groups:
 
     # -- specs
 
-    def spec(self, group: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the spec of a group's workers, or of a worker with options of its own.
-
-        It has SpecCluster's form.
-        """
+    def spec(self, group: str) -> dict[str, Any]:
+        """Return the spec of a group's workers, in SpecCluster's form."""
         options = self.options(group)
-        arguments = {"api": self._api, "options": options, "place": self._place, **(own or {})}
-        if own:
-            options = options.of_group(own)
+        arguments = {"api": self._api, "options": options, "place": self._place}
         spec: dict[str, Any] = {"cls": CMLWorker, "options": arguments | options.per_session}
         if group != DEFAULT_GROUP:
             spec["worker_group"] = group
@@ -300,57 +282,12 @@ class Groups:
             spec["group"] = dask_names("", options.processes)
         return spec
 
-    def own(self, group: str) -> dict[str, Mapping[str, Any]]:
-        """Return the options of a group's wanted workers that differ from the group's, by their names."""
-        own = self.differences(group, self.workers(group))
-        return {name: options for name, options in own.items() if options}
-
-    def differences(self, group: str, names: Iterable[str]) -> dict[str, Mapping[str, Any] | None]:
-        """Return how the options of a group's wanted workers differ from the group's, by their names.
-
-        None: the board cannot carry the difference, a class of a subclass or arguments of it.
-        """
-        with self.lock:
-            ordinary, classes = self.spec(group)["options"], (CMLWorker, self._cluster.new_spec["cls"])
-            differences: dict[str, Mapping[str, Any] | None] = {}
-            for name in names:
-                spec = self._cluster.worker_spec.get(name)
-                if spec is None:  # a user has removed it by hand in another thread
-                    continue
-                given = spec.get("options", {})
-                if given == ordinary and spec["cls"] in classes:
-                    differences[name] = {}
-                elif not is_of_session(spec) or spec["cls"] not in classes:
-                    differences[name] = None
-                else:
-                    known, difference = self._own.get(name, ({}, None))
-                    if given != known:
-                        difference = self._difference(given, self.options(group))
-                        self._own[name] = {**given}, difference
-                    differences[name] = difference
-            for name in self._own.keys() - self._cluster.worker_spec.keys():
-                del self._own[name]
-            return differences
-
-    def _difference(self, given: Mapping[str, Any], options: Options) -> Mapping[str, Any] | None:
-        """Return how the options in a spec differ from a group's, see :class:`CMLWorker`."""
-        base = given["options"]
-        usual = {"api": given.get("api"), "options": base, "place": given.get("place"), **base.per_session}
-        own = {name: value for name, value in given.items() if value != usual.get(name)}
-        try:
-            arguments = base.of_group(own).group_arguments()
-        except (TypeError, ValueError):
-            return None
-        ordinary = options.group_arguments()
-        return {name: value for name, value in arguments.items() if value != ordinary[name]}
-
     def move(self, place: Place) -> None:
         """Let workers that are not launched yet find another scheduler, or other keys."""
-        with self.lock:
-            self._place = place
-            for spec in (self._cluster.new_spec, *self._cluster.worker_spec.values()):
-                if "place" in spec.get("options", {}):  # a subclass may have specs of other workers
-                    spec["options"]["place"] = place
+        self._place = place
+        for spec in (self._cluster.new_spec, *self._cluster.worker_spec.values()):
+            if "place" in spec.get("options", {}):  # a subclass may have specs of other workers
+                spec["options"]["place"] = place
 
     def new(self, group: str) -> dict[str, Any]:
         """Return the name and the spec of the next worker of a group. No session has had that name."""
@@ -376,11 +313,10 @@ class Groups:
 
     def given(self, names: Iterable[str]) -> None:
         """Never give the names of sessions again, in the cluster's whole life."""
-        with self.lock:
-            self._given.update(names)
-            # For callers of SpecCluster.new_worker_spec (spec.py:549), which knows no names but the wanted.
-            while str(self._cluster._new_worker_name(self._cluster._i)) in self._given:
-                self._cluster._i += 1
+        self._given.update(names)
+        # For callers of SpecCluster.new_worker_spec (spec.py:549), which knows no names but the wanted.
+        while str(self._cluster._new_worker_name(self._cluster._i)) in self._given:
+            self._cluster._i += 1
 
     def group_of(self, name: str) -> str:
         """Return the group of a wanted worker."""
@@ -416,22 +352,19 @@ class Groups:
 
     def target(self, group: str) -> int:
         """Return how many workers of a group are wanted."""
-        with self.lock:
-            return max(0, len(self.workers(group)) - self._excess.get(group, 0))
+        return max(0, len(self.workers(group)) - self._excess.get(group, 0))
 
     def excess(self, group: str) -> int:
         """Return how many of a group's workers are still to be chosen, to close them."""
-        with self.lock:
-            return min(self._excess.get(group, 0), len(self.workers(group)))
+        return min(self._excess.get(group, 0), len(self.workers(group)))
 
     def others(self, group: str | None = None) -> Sessions:
         """Return the sizes and numbers of all wanted sessions, with the scheduler's, without a group's."""
-        with self.lock:
-            sessions = [(self.options().scheduler, 1)]
-            for name, options in self._options.items():
-                if name != group:
-                    sessions.append((options.worker, self.target(name)))
-            return sessions
+        sessions = [(self.options().scheduler, 1)]
+        for name, options in self._options.items():
+            if name != group:
+                sessions.append((options.worker, self.target(name)))
+        return sessions
 
     def resize(self, group: str, n: int, absent: Collection[str]) -> None:
         """Want `n` workers of a group.
@@ -455,34 +388,20 @@ class Groups:
             for _ in range(-surplus):
                 self._cluster.worker_spec.update(self.new(group))
 
-    def add_own(self, group: str, own: Mapping[str, Mapping[str, Any]], *, again: bool = False) -> None:
-        """Want workers of a group that have options of their own, unless they are wanted.
+    def want(self, names: Mapping[str, str]) -> None:
+        """Want these workers instead of the present ones.
 
         Parameters
         ----------
-        group : str
-            The group.
-        own : mapping
-            The workers' own options, by their names.
-        again : bool
-            Whether to replace those that were wanted before, and have ended without a keeper.
+        names : mapping of str to str
+            Their groups by their names.
         """
         with self.changing():
-            for name, options in own.items():
-                if name in self._cluster.worker_spec or (name in self._given and not again):
-                    continue
-                new_name = next(iter(self.new(group))) if name in self._given else name
-                self._cluster.worker_spec[new_name] = self.spec(group, options)
-                self.given([new_name])
-
-    def rename_given(self, name: str) -> str:
-        """Give a wanted worker another name if a session has had its name. Return its name."""
-        with self.changing():
-            if name not in self._given or name not in self._cluster.worker_spec:
-                return name
-            new_name: str = next(iter(self.new(self.group_of(name))))
-            self._cluster.worker_spec[new_name] = self._cluster.worker_spec.pop(name)
-            return new_name
+            self._cluster.worker_spec.clear()
+            self._excess.clear()
+            for name, group in names.items():
+                if group in self:
+                    self._cluster.worker_spec[name] = self.spec(group)
 
     def close(self, group: str, names: Iterable[str]) -> None:
         """Drop surplus workers that the scheduler has chosen."""

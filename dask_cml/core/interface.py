@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from typing import Any, Protocol
 
 from distributed.core import Status
 
-from dask_cml.core.alone import Alone
 from dask_cml.core.groups import Groups
 from dask_cml.options import Options
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.workers_api import WorkersAPI
+
+
+class Role(enum.Enum):
+    """What a process does for a cluster."""
+
+    #: It has not started, or is closed.
+    NONE = "none"
+    #: It launches and stops the sessions.
+    KEEPER = "keeper"
+    #: It shows what another process does, and asks it for changes.
+    FOLLOWER = "follower"
+
+
+class How(enum.Enum):
+    """How a process ends its part in a cluster."""
+
+    #: All sessions are stopped.
+    SHUT_DOWN = "shut down"
+    #: The sessions run on, for other processes.
+    LEAVE = "leave"
 
 
 class Cluster(Protocol):
@@ -25,7 +45,7 @@ class Cluster(Protocol):
         Launches, lists and stops sessions.
     groups : Groups
         The worker groups, and the wanted workers.
-    sharing : Alone
+    sharing : dask_cml.sharing.sharing.Sharing
         The other processes that use the cluster.
     woken : asyncio.Event
         Set to look at the sessions again at once.
@@ -34,12 +54,12 @@ class Cluster(Protocol):
     options: Options
     api: WorkersAPI
     groups: Groups
-    sharing: Alone
+    sharing: Any
     woken: asyncio.Event
     status: Status
     starting: asyncio.Task[None] | None
     shutdown_on_close: bool
-    is_resident: bool
+    rank: Any
     end_reason: str
     place: Place
     connection: Any
@@ -76,7 +96,7 @@ class Cluster(Protocol):
     async def start_dask(self) -> None:
         """Follow the scheduler's workers by Dask's own code."""
 
-    async def stop_looking(self) -> None:
+    async def _stop_looking(self, patience: float = 0.0) -> None:
         """Cancel the looks, the steps and the launches of this process."""
 
     async def close_dask(self) -> None:

@@ -14,6 +14,8 @@ from statistics import fmean
 from typing import Any
 from weakref import ref
 
+from distributed.core import Status
+
 from dask_cml.cancellation import cancel, gather_or_cancel, within
 from dask_cml.checks import is_session_id
 from dask_cml.core.backoff import Backoff
@@ -263,7 +265,7 @@ class Workers:
             for name in queue:
                 if any(isinstance(error, (CallFailed, LaunchRefused)) for error in errors):
                     return
-                if not (unasked or cluster.keeps):
+                if not (unasked or (cluster.keeps and cluster.status == Status.running)):
                     return
                 try:
                     await self.launch_one(name)
@@ -274,9 +276,8 @@ class Workers:
                     errors.append(CMLError(f"{name} not launched: {error!r}"))
 
         await gather_or_cancel(*[launch() for _ in range(cluster.api.threads)])
-        with cluster.groups.changing():
-            if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
-                self._count(group, names, errors, began)
+        if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
+            self._count(group, names, errors, began)
 
     def _count(self, group: str, names: Collection[str], errors: list[CMLError], began: float) -> None:
         """Let failed or refused launches delay a group's next ones."""
@@ -437,8 +438,10 @@ class Workers:
 
     # -- the end
 
-    async def stop_launching(self) -> None:
-        """Wait for no launch any more. A session that is launched nevertheless is stopped by its id."""
+    async def stop_launching(self, patience: float = 0.0) -> None:
+        """Wait for launches some seconds at most. A session that is launched later is stopped by its id."""
+        if self._launching and patience:
+            await asyncio.wait({*self._launching}, timeout=patience)
         await cancel(*self._launching)
 
     async def close(self) -> None:

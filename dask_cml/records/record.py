@@ -20,6 +20,7 @@ from msgspec import Meta
 from dask_cml.checks import is_session_id, seconds
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.scheduler.board import Letter
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.tls import ask
@@ -166,7 +167,7 @@ class SchedulerState:
     number : int
         Its number in the cluster.
     groups : mapping of str to mapping
-        The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`.
+        The worker groups, see :class:`dask_cml.scheduler.board.WantedGroup`.
     address : str or None
         Its address. None before it listens.
     id : str or None
@@ -177,6 +178,8 @@ class SchedulerState:
         The URL of its session, once known.
     keeper : str or None
         The id of the process that launches it. None after it has written its file.
+    term : int
+        Counts the keepers of the cluster.
     manager : str or None
         Who keeps the cluster, for users. None: no process does.
     closed : str or None
@@ -191,10 +194,12 @@ class SchedulerState:
         Time without a watcher and a client after which it closes, in seconds. None: never.
     hours : float or None
         Hours from the cluster's creation until its end. None: no limit.
-    writers : mapping of str to int
-        The numbers of the last changes of processes, by their ids.
-    closing : sequence of str
-        Workers that users have asked to close, and that the keeper has not closed yet.
+    report : mapping
+        The last report of a keeper, see :class:`dask_cml.sharing.report.Report`.
+    mail : sequence of Letter
+        What users have asked for, and no keeper has carried out yet.
+    posted : mapping of str to int
+        The numbers of the last requests of processes, by their ids.
     maker : Maker or None
         The process that launches it. None after it has written its file.
     activity : mapping
@@ -210,6 +215,7 @@ class SchedulerState:
     session: str | None = None
     app_url: str | None = None
     keeper: str | None = None
+    term: _Count = 0
     manager: str | None = None
     closed: str | None = None
     protocol: _Count | None = None
@@ -217,8 +223,9 @@ class SchedulerState:
     restarts: _Count = 0
     orphan_timeout: _Duration | None = None
     hours: _Duration | None = None
-    writers: Mapping[str, _Count] = field(default_factory=dict)
-    closing: Sequence[str] = field(default_factory=list)
+    report: Mapping[str, Any] = field(default_factory=dict)
+    mail: Sequence[Letter] = field(default_factory=list)
+    posted: Mapping[str, _Count] = field(default_factory=dict)
     maker: Maker | None = None
     activity: Mapping[str, Any] = field(default_factory=dict)
     workers: Present = field(default_factory=lambda: Present())
@@ -290,6 +297,12 @@ class Record:
     def launcher(self) -> Maker:
         """The process that launches the last scheduler, or else has created the cluster."""
         return self.scheduler.maker or self.maker
+
+    @property
+    def owner(self) -> str | None:
+        """The id of the session that owns the cluster's sessions. None: outside of CML, all processes do."""
+        launch = self.launches.get(self.scheduler.session or "")
+        return self.maker.session if launch is None or launch.owner is None else launch.owner
 
     @property
     def out_of_reach(self) -> str | None:

@@ -1,25 +1,26 @@
-"""The board of a cluster: what is wanted of its workers, who keeps it, and what its keeper reports.
+"""The board of a cluster: the mail of its users, the last report of its keeper, and who keeps it.
 
-The scheduler's plugin holds it. Whoever changes a cluster writes on the board, and whoever watches a cluster
-reads the whole board. There is no I/O and no clock in it: the order of the calls alone decides, and the last
-call wins.
+The scheduler's plugin holds it. The keeper alone decides what is wanted. Whoever else changes a cluster posts
+a request, which stays until a report says that it is carried out. There is no I/O and no clock in it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.scheduler.messages import Count, Group, Number, Options, Seconds, Text
+from dask_cml.scheduler.messages import Count, Group, Names, Number, Options, Seconds
+from dask_cml.validation import validate
+
+#: Maximum number of requests that no keeper has carried out, and of processes whose last one is remembered.
+_MOST_LETTERS = _MOST_SENDERS = 1000
 
 
-class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The limits and options of a worker group's adaptive scaling."""
 
     minimum: Count
@@ -29,50 +30,61 @@ class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     target_duration: Seconds
 
 
-class GroupChange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What to change of a worker group. Fields that are not set stay as they are.
+class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, omit_defaults=True):
+    """What a user asks for of a cluster.
 
     Attributes
     ----------
-    target : int
-        Number of requested worker sessions.
-    adapt : Limits or None
-        The limits of adaptive scaling. None: the group does not adapt.
+    kind : str
+        What to do.
+    group : str
+        The worker group.
+    n : int
+        Number of worker sessions, to scale a group or of a new one.
+    limits : Limits or None
+        The limits of adaptive scaling.
     options : mapping
-        The options of a new group.
-    own : mapping
-        Workers to add, with the options that differ from the group's, by their names. With `request`: all
-        workers with options of their own.
-    request : int
-        Change the group only if users have asked for as many changes so far.
+        The options of a new group, as in ``CMLCluster.add_worker_group``.
+    names : collection of str
+        The workers to close without a replacement.
     """
 
-    target: Count | UnsetType = UNSET
-    adapt: Limits | UnsetType | None = UNSET
-    options: Options | UnsetType = UNSET
-    own: Mapping[Text, Options] | UnsetType = UNSET
-    request: Number | UnsetType = UNSET
+    kind: Literal["scale", "adapt", "stop adapting", "add group", "delete group", "close"]
+    group: Group = DEFAULT_GROUP
+    n: Count = 0
+    limits: Limits | None = None
+    options: Options = msgspec.field(default_factory=dict)
+    names: Names = ()
 
 
-#: Maximum number of processes whose last change is remembered.
-_MOST_WRITERS = 1000
-
-#: The most bytes of all groups, as JSON. The rest of the scheduler's file is for what becomes of them, see
-#: dask_cml.private_files.MOST_BYTES.
-_MOST_BYTES = 500_000
-
-#: Changes of groups by their names. None: delete the group.
-GroupChanges = Mapping[Group, GroupChange | None]
+def arguments_of(request: Request) -> dict[str, Any]:
+    """Return the arguments of :meth:`dask_cml.CMLCluster._carry_out` for a request."""
+    arguments = msgspec.structs.asdict(request)
+    del arguments["kind"]
+    if request.limits is not None:
+        arguments["limits"] = msgspec.to_builtins(request.limits)
+    return arguments
 
 
-def are_equal(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether options are equal. Messages make tuples of lists, and the scheduler's file lists."""
-    return json.dumps(own, sort_keys=True) == json.dumps(other, sort_keys=True)
+@dataclass(frozen=True)
+class Letter:
+    """A request on the board.
+
+    Parameters
+    ----------
+    number : int
+        Counts the requests of the cluster.
+    request : Request
+        The request.
+    """
+
+    number: int
+    request: Request
 
 
-@dataclass
-class BoardGroup:
-    """A worker group on the board.
+@dataclass(frozen=True)
+class WantedGroup:
+    """What is wanted of a worker group.
 
     Parameters
     ----------
@@ -82,26 +94,45 @@ class BoardGroup:
         Number of requested worker sessions.
     adapt : mapping or None
         The :class:`Limits` of adaptive scaling. None: the group has a fixed size.
-    request : int
-        How many changes users have asked for.
-    created : int
-        The revision of the board at which it was added. A group that is deleted and added again has another.
-    writer : str
-        The id of the process whose user has asked for the last change. Empty: none has.
-    number : int
-        The number of that change in its process.
-    own : mapping
-        The options of workers that differ from the group's, by their names.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     target: int = 0
     adapt: Mapping[str, Any] | None = None
-    request: int = 0
-    created: int = 0
-    writer: str = ""
-    number: int = 0
-    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def after(groups: Mapping[str, WantedGroup], request: Request) -> dict[str, WantedGroup]:
+    """Return what is wanted of the groups after a request.
+
+    Raises
+    ------
+    ValueError
+        If a group does not exist, or a new one exists already.
+    """
+    name, known = request.group, groups.get(request.group)
+    if request.kind == "add group":
+        if known is not None:
+            raise ValueError(
+                f"invalid name={name!r}: expected a name that no worker group of the cluster has"
+            )
+        return {**groups, name: WantedGroup(request.options, request.n)}
+    if known is None:
+        raise ValueError(f"invalid worker_group={name!r}: expected one of {', '.join(map(repr, groups))}")
+    if request.kind == "delete group":
+        if name == DEFAULT_GROUP:
+            raise ValueError(f"invalid name={name!r}: expected a worker group other than {DEFAULT_GROUP!r}")
+        return {other: group for other, group in groups.items() if other != name}
+    if request.kind == "scale":
+        known = replace(known, target=request.n, adapt=None)
+    elif request.kind == "stop adapting":
+        known = replace(known, adapt=None)
+    elif request.limits is None:
+        raise ValueError("invalid limits=None: expected the limits of adaptive scaling")
+    else:
+        # At once: the keeper adapts to the work later.
+        target = min(max(known.target, request.limits.minimum), request.limits.maximum)
+        known = replace(known, target=target, adapt=msgspec.to_builtins(request.limits))
+    return {**groups, name: known}
 
 
 class Board:
@@ -109,171 +140,128 @@ class Board:
 
     Parameters
     ----------
-    groups : mapping of str to mapping
-        The worker groups, see :class:`BoardGroup`.
+    report : mapping
+        The last report of a keeper, see :class:`dask_cml.sharing.report.Report`.
     keeper : str, optional
         The id of the process that keeps the cluster at first.
-    writers : mapping of str to int, optional
-        The numbers of the last changes of processes, by their ids, from the last scheduler.
+    term : int
+        Counts the keepers of the cluster.
+    mail : iterable of mapping
+        The requests that no keeper has carried out yet, see :class:`Letter`.
+    posted : mapping of str to int
+        The numbers of the last requests of processes, by their ids.
 
     Attributes
     ----------
     revision : int
         Counts the changes.
-    writers : dict of str to int
-        The numbers of the last changes of processes, by their ids.
-    last_keeper : str or None
-        The id of the process that keeps the cluster, or has kept it last.
-    closing : list of str
-        The names of workers that users have asked to close, until the keeper has done so.
-    report : mapping
-        What the keeper says of the sessions.
+    groups : dict of str to WantedGroup
+        The worker groups as they are after the mail is carried out.
 
     Examples
     --------
-    >>> board = Board({"default": {"target": 2}}, keeper="me")
-    >>> board.change({"default": GroupChange(target=3)})
-    >>> board.to_json()["groups"]["default"]["target"]
+    >>> board = Board({"groups": {"default": {"target": 2}}}, keeper="me")
+    >>> board.post("you", 1, Request(kind="scale", n=3))
+    >>> board.groups["default"].target
     3
+    >>> board.take_report({"groups": {"default": {"target": 3}}, "taken": 1})
+    >>> board.mail
+    []
     """
 
     def __init__(
         self,
-        groups: Mapping[str, Mapping[str, Any]],
+        report: Mapping[str, Any],
         keeper: str | None = None,
-        writers: Mapping[str, int] | None = None,
+        term: int = 1,
+        mail: Iterable[Mapping[str, Any]] = (),
+        posted: Mapping[str, int] | None = None,
     ) -> None:
-        self.groups = {name: BoardGroup(**group) for name, group in groups.items()}
-        self.groups.setdefault(DEFAULT_GROUP, BoardGroup())
-        self.revision = 1 + max(group.created for group in self.groups.values())
-        self.keeper = self.last_keeper = keeper
-        self.writers: dict[str, int] = dict(writers or {})
-        self.closing: list[str] = []
-        self.report: Mapping[str, Any] = {}
+        self.revision = 1
+        self.groups: dict[str, WantedGroup] = {}
+        self.keeper, self.term = keeper, term
+        self.posted = dict(posted or {})
+        self.mail = [validate(letter, Letter, "request on the board") for letter in mail]
+        self.take_report(report)
+
+    @property
+    def last(self) -> int:
+        """The number of the last request."""
+        return self.mail[-1].number if self.mail else self.report.get("taken", 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole board, for JSON and for messages."""
         return {
             "revision": self.revision,
             "keeper": self.keeper,
-            "last_keeper": self.last_keeper,
-            "groups": self.groups_to_json(),
-            "closing": [*self.closing],
+            "term": self.term,
+            "groups": {name: vars(group) for name, group in self.groups.items()},
+            "mail": msgspec.to_builtins(self.mail),
             "report": dict(self.report),
         }
-
-    def groups_to_json(self) -> dict[str, dict[str, Any]]:
-        """Return the groups, with which another scheduler can begin."""
-        return {name: asdict(group) for name, group in self.groups.items()}
 
     def touch(self) -> None:
         """Record a change."""
         self.revision += 1
 
-    def has(self, writer: str, number: int) -> bool:
-        """Return whether a process has written this change before."""
-        return number <= self.writers.get(writer, 0)
-
-    def note(self, writer: str, number: int) -> None:
-        """Remember the last change of a process. A process writes its changes in their order."""
-        self.writers.pop(writer, None)
-        self.writers[writer] = number
-        if len(self.writers) > _MOST_WRITERS:
-            del self.writers[next(iter(self.writers))]
-
-    def change(self, groups: GroupChanges, writer: str = "", number: int = 0) -> None:
-        """Change worker groups. If one change is invalid, change nothing.
+    def post(self, sender: str, number: int, request: Request) -> None:
+        """Add a request to the mail. One that a process repeats changes nothing.
 
         Parameters
         ----------
-        groups : mapping
-            The changes.
-        writer : str
-            The id of the process whose user asks for them.
+        sender : str
+            The id of the process whose user asks.
         number : int
-            The number of the change in that process.
+            Counts the requests of that process.
+        request : Request
+            The request.
 
         Raises
         ------
         ValueError
-            If a group does not exist, or a new one exists already.
+            If it cannot be carried out, or the mail is full.
         """
-        for name, change in groups.items():
-            self._check(name, change)
-        for name, change in groups.items():
-            if change is None:
-                del self.groups[name]
-            else:
-                self._change(name, change)
-                if change.request is UNSET:
-                    self.groups[name].writer, self.groups[name].number = writer, number
+        if number <= self.posted.get(sender, 0):
+            return
+        if len(self.mail) >= _MOST_LETTERS:
+            raise ValueError(
+                f"no process manages the cluster: {len(self.mail)} requests wait to be carried out"
+            )
+        if request.kind != "close":
+            self.groups = after(self.groups, request)
+        is_repeated = self.mail and self.mail[-1].request.kind == request.kind == "scale"
+        letter = Letter(self.last + 1, request)
+        if is_repeated and self.mail[-1].request.group == request.group:  # the last one counts
+            self.mail.pop()
+        self.mail.append(letter)
+        self.posted.pop(sender, None)
+        self.posted[sender] = number
+        if len(self.posted) > _MOST_SENDERS:
+            del self.posted[next(iter(self.posted))]
         self.touch()
 
-    def _check(self, name: str, change: GroupChange | None) -> None:
-        is_new = change is not None and change.options is not UNSET
-        if is_new and name in self.groups:
-            raise ValueError(
-                f"invalid name={name!r}: expected a name that no worker group of the cluster has"
-            )
-        if is_new:
-            self._check_size(name, change)
-        if not is_new and name not in self.groups:
-            known = ", ".join(map(repr, self.groups))
-            raise ValueError(f"invalid worker_group={name!r}: expected one of {known}")
-        if change is None and name == DEFAULT_GROUP:
-            raise ValueError(f"invalid name={name!r}: expected a worker group other than {DEFAULT_GROUP!r}")
-        if change is not None and change.own is not UNSET and change.request is UNSET and not is_new:
-            known_workers = self.groups[name].own
-            for worker, options in change.own.items():
-                if not are_equal(known_workers.get(worker, options), options):
-                    raise ValueError(
-                        f"invalid worker name {worker!r}: expected a name that no worker of the cluster has"
-                    )
-
-    def _check_size(self, name: str, change: GroupChange | None) -> None:
-        """Refuse a group with which the scheduler's file could not be read: it holds all groups."""
-        sizes = [len(json.dumps(options)) for options in (self.groups_to_json(), msgspec.to_builtins(change))]
-        if sum(sizes) > _MOST_BYTES:
-            raise ValueError(
-                f"invalid options of worker group {name!r} with {sizes[1]} bytes: expected at most "
-                f"{max(0, _MOST_BYTES - sizes[0])} bytes, because all groups of a cluster have {_MOST_BYTES}"
-            )
-
-    def _change(self, name: str, change: GroupChange) -> None:
-        group = self.groups.setdefault(name, BoardGroup(created=self.revision))
-        if change.request is UNSET:  # a user has asked
-            group.request += 1
-        elif change.request != group.request:
-            return
-        if change.options is not UNSET:
-            group.options = dict(change.options)
-        if change.target is not UNSET:
-            group.target = change.target
-        if change.own is not UNSET:
-            group.own = {**(group.own if change.request is UNSET else {}), **change.own}
-        if change.adapt is not UNSET:
-            group.adapt = None if change.adapt is None else msgspec.structs.asdict(change.adapt)
-        if group.adapt is not None and change.request is UNSET:
-            # At once: the keeper adapts to the work later.
-            group.target = min(max(group.target, group.adapt["minimum"]), group.adapt["maximum"])
-
-    def close_workers(self, names: Iterable[str]) -> None:
-        """Ask the keeper to close workers without a replacement."""
-        new = [name for name in names if name not in self.closing]
-        if new:
-            self.closing += new
-            self.touch()
-
     def keep(self, keeper: str | None) -> None:
-        """Give the lease to a keeper, or to nobody."""
-        if keeper != self.keeper:
-            self.keeper, self.last_keeper = keeper, keeper or self.last_keeper
-            self.touch()
+        """Let a process keep the cluster, or nobody, in a new term."""
+        self.keeper, self.term = keeper, self.term + 1
+        self.touch()
 
-    def take_report(self, report: Mapping[str, Any], closed: Iterable[str]) -> None:
-        """Take what the keeper says of the sessions, and the workers whose closing it has taken over."""
-        closed = {*closed} & {*self.closing}
-        if report != self.report or closed:
-            self.report = report
-            self.closing = [name for name in self.closing if name not in closed]
-            self.touch()
+    def take_report(self, report: Mapping[str, Any]) -> None:
+        """Take what the keeper says, and drop the requests that it has carried out.
+
+        Raises
+        ------
+        ValueError
+            If its groups are invalid.
+        """
+        groups = validate(report.get("groups", {}), dict[str, WantedGroup], "groups of a report")
+        taken = validate(report.get("taken", 0), int, "number of a request")
+        groups.setdefault(DEFAULT_GROUP, WantedGroup())
+        self.report = report
+        self.mail = [letter for letter in self.mail if letter.number > taken]
+        for letter in self.mail:
+            try:
+                groups = after(groups, letter.request) if letter.request.kind != "close" else groups
+            except ValueError:  # the keeper has deleted its group meanwhile
+                continue
+        self.groups = groups
+        self.touch()

@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from dask_cml.checks import WEB_LINK
 from dask_cml.naming import GROUP_NAME
 from dask_cml.options.table import MOST_SESSIONS
 from dask_cml.validation import validate
@@ -22,7 +21,6 @@ from dask_cml.validation import validate
 Text = Annotated[str, Meta(min_length=1, max_length=300)]
 Group = Annotated[str, Meta(max_length=300, pattern=rf"\A{GROUP_NAME.pattern}\Z")]
 Watcher = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,64}\Z")]
-URL = Annotated[str, Meta(pattern=rf"\A{WEB_LINK.pattern}\Z")]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=MOST_SESSIONS)]
 #: Less than ten years.

@@ -21,7 +21,6 @@ from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import Scheduler, WorkerState
-from msgspec import UNSET, UnsetType
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
@@ -30,13 +29,14 @@ from dask_cml.handshake import limit_handshakes
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
+from dask_cml.protocol import USERS, Rank
 from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.activity import Activity
-from dask_cml.scheduler.board import Board, GroupChanges
+from dask_cml.scheduler.board import Board, Request
 from dask_cml.scheduler.lifetime import Lifetime
-from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Text, Watcher, checked
+from dask_cml.scheduler.messages import Events, Names, Number, Options, Seconds, Text, Watcher, checked
 from dask_cml.scheduler.questions import NAME, WorkerQuestions
-from dask_cml.scheduler.resident import WHO, Resident
+from dask_cml.scheduler.resident import Resident
 from dask_cml.scheduler.state_file import REPLACED, SignOfLife, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
 from dask_cml.timing import timing
@@ -76,7 +76,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         #: Whether the dashboard listens at the port that the platform serves. If the port was taken, Dask has
         #: chosen another one, and the platform's URL leads to what another program serves.
         self._serves_dashboard = True
-        self._app_url: str | None = None
         #: Set at the next change of the board.
         self._changed = asyncio.Event()
         #: Counts the Dask workers that have connected or left, also as far as watchers know.
@@ -88,9 +87,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._known_idle_since: float | None = None
         #: Since when tasks have waited without a worker, and no process of a user could launch one.
         self._waiting_since: float | None = None
-        self._known_users = 0
-        #: The keeper that has reported last, and how many events it has reported.
-        self._reporter: str | None = None
+        #: The term in which the last report came, and how many events were reported in it.
+        self._reported_term = 0
         self._n_events = 0
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -111,7 +109,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if not self._serves_dashboard:
             logger.warning("Dashboard not linked: another program uses its port %s", port)
         self._cluster, self._record = begin["cluster"], begin["record"]
-        self._board = Board(begin["groups"], begin.get("keeper"), begin.get("writers"))
+        mail, posted = begin.get("mail", ()), begin.get("posted")
+        self._board = Board(begin.get("report", {}), begin.get("keeper"), begin.get("term", 1), mail, posted)
         self._manager: str | None = begin.get("manager")
         self._resident = Resident(self._cluster, self._file.folder)
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
@@ -126,9 +125,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         scheduler.handlers |= {
             protocol.HELLO: self.hello,
             protocol.WATCH: self.watch,
-            protocol.SET: self.set,
+            protocol.POST: self.post,
+            protocol.LIVE_ON: self.live_on,
             protocol.REPORT: self.report,
-            protocol.LEASE: self.lease,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
@@ -168,21 +167,21 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _state(self) -> dict[str, Any]:
         """Return the content of the scheduler's file. Dask's workers and clients read the address."""
+        board = self._board.to_json()
+        del board["keeper"]  # in the file of a scheduler that begins, this is the process that launches it
         return {
+            **board,
             "address": self._scheduler.address,
             "id": self._scheduler.id,
             "session": os.environ.get("CDSW_ENGINE_ID"),
-            "app_url": self._app_url if self._serves_dashboard else None,
+            "app_url": self._app_url,
             "protocol": protocol.PROTOCOL,
-            "revision": self._board.revision,
             "orphan_timeout": self._orphan_timeout,
             "hours": self._lifetime.hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
             "manager": self._manager if self._board.keeper else None,
             "closed": self._lifetime.closed,
-            "groups": self._board.groups_to_json(),
-            "writers": dict(self._board.writers),
-            "closing": [*self._board.closing],
+            "posted": dict(self._board.posted),
             "activity": asdict(self._activity),
             "workers": self._present(),
         }
@@ -232,7 +231,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     @checked
     async def watch(
-        self, comm: Comm, watcher: Watcher, counts: bool, since: Number, wait: Seconds
+        self, comm: Comm, watcher: Watcher, rank: Rank, who: Text, since: Number, wait: Seconds
     ) -> dict[str, Any]:
         """Return the board as soon as it differs from a revision, or after some time.
 
@@ -242,142 +241,134 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             The watcher's connection. When it closes, the watcher has left.
         watcher : str
             The watcher's id.
-        counts : bool
-            Whether the cluster is no orphan while this watcher is here.
+        rank : Rank
+            Whether it counts as a user, and may keep the cluster.
+        who : str
+            Who it is, for users.
         since : int
             The revision that the watcher knows.
         wait : float
             Time to wait for a change, in seconds.
         """
-        self._watchers.hear(watcher, counts, comm)
+        self._watchers.hear(watcher, rank, who, comm)
         if watcher == self._board.keeper:
             self._keeper_until = time.monotonic() + timing.reconnect
         # A watcher that only shows the cluster does not count at first: the creator may have died, or connect
         # later.
-        if counts or self._file.number > 0:
+        if rank in USERS or self._file.number > 0:
             self._watchers.timeout = self._orphan_timeout
+        self._pick_keeper()
         if since == self._board.revision and await wait_until_set(self._changed, wait):
             await asyncio.sleep(timing.collect)
         if not comm.closed():
-            self._watchers.hear(watcher, counts, comm)
+            self._watchers.hear(watcher, rank, who, comm)
         return self._answer(watcher)
 
     @checked
-    def set(
-        self,
-        groups: GroupChanges | UnsetType = UNSET,
-        closing: Names | UnsetType = UNSET,
-        orphan_timeout: Seconds | UnsetType | None = UNSET,
-        app_url: URL | UnsetType = UNSET,
-        writer: Watcher | UnsetType = UNSET,
-        number: Number = 0,
-    ) -> dict[str, Any]:
-        """Write on the board, and return it. A change that a process repeats changes nothing.
+    def post(self, sender: Watcher, number: Number, request: Request) -> dict[str, Any]:
+        """Add a user's request to the mail, and return the board. One that is repeated changes nothing.
 
         Parameters
         ----------
-        groups : mapping
-            The changes of worker groups, see :class:`~dask_cml.scheduler.board.GroupChange`.
-        closing : collection of str
-            The names of workers that the keeper is to close without a replacement. Dask's own messages
-            contain ``close``.
-        orphan_timeout : float or None
-            Time without a watcher and a client after which the scheduler closes, in seconds. None: never.
-        app_url : str
-            The URL of the scheduler's session.
-        writer : str
-            The id of the process whose user asks for the change.
+        sender : str
+            The id of the process whose user asks.
         number : int
-            The number of the change in that process.
+            Counts the requests of that process.
+        request : Request
+            The request.
 
         Raises
         ------
         ValueError
-            If a value is invalid. Nothing changes then.
+            If it cannot be carried out. Nothing changes then.
         """
-        if writer is not UNSET and self._board.has(writer, number):
-            return self._answer()
-        if groups is not UNSET:
-            self._board.change(groups, "" if writer is UNSET else writer, number)
-        if closing is not UNSET:
-            self._board.close_workers(closing)
-        if orphan_timeout is not UNSET:
-            self._watchers.timeout = self._orphan_timeout = orphan_timeout
-        if app_url is not UNSET:
-            self._app_url = app_url
-            if self._foreign_sockets is not None:
-                self._foreign_sockets.allow(app_url)
-        if writer is not UNSET:
-            self._board.note(writer, number)
+        self._board.post(sender, number, request)
+        self._publish()
+        return self._answer()
+
+    def live_on(self) -> dict[str, Any]:
+        """Let the cluster run on without a user, and return the board."""
+        self._watchers.timeout = self._orphan_timeout = None
+        self._board.touch()
         self._publish()
         return self._answer()
 
     @checked
     def report(
-        self,
-        keeper: Watcher,
-        report: Options,
-        closed: Names,
-        groups: GroupChanges,
-        events: Events,
-        n_before: Number,
+        self, keeper: Watcher, term: Number, report: Options, events: Events, n_before: Number, leaves: bool
     ) -> dict[str, Any]:
-        """Take what the keeper says of the sessions, and what it has changed by itself. Return the board.
+        """Take what the keeper says of the cluster. Return the board.
 
-        What comes from another process, such as a keeper that was frozen, changes nothing.
+        A process that does not keep it any more is refused, such as a keeper that was frozen.
 
         Parameters
         ----------
         keeper : str
             The id of the process that reports.
+        term : int
+            The term in which it keeps the cluster.
         report : mapping
-            What it says of the sessions.
-        closed : collection of str
-            The names of workers that users have asked to close, and that the keeper no longer wants.
-        groups : mapping
-            The changes of worker groups.
+            What it says, see :class:`dask_cml.sharing.report.Report`.
         events : sequence of mapping
             What has become of sessions, and the lines for clients, for Dask's log of events.
         n_before : int
             How many events the keeper has reported before these. It repeats some if it got no answer.
+        leaves : bool
+            Whether it keeps the cluster no more.
         """
-        if keeper == self._board.keeper:
-            changes = {name: change for name, change in groups.items() if name in self._board.groups}
-            if changes:
-                self._board.change(changes)
-            self._board.take_report(report, closed)
-            known = self._n_events if keeper == self._reporter else 0
-            for event in events[max(0, known - n_before) :]:
-                topic = protocol.LINES if event.get("action") == "line" else protocol.TOPIC
-                self._scheduler.log_event(topic, dict(event))
-            self._reporter, self._n_events = keeper, max(known, n_before + len(events))
-            self._publish()
+        if (keeper, term) != (self._board.keeper, self._board.term):
+            raise ValueError("another process manages the cluster")
+        self._board.take_report(report)
+        known = self._n_events if term == self._reported_term else 0
+        for event in events[max(0, known - n_before) :]:
+            topic = protocol.LINES if event.get("action") == "line" else protocol.TOPIC
+            self._scheduler.log_event(topic, dict(event))
+        self._reported_term, self._n_events = term, max(known, n_before + len(events))
+        if self._foreign_sockets is not None and self._app_url is not None:
+            self._foreign_sockets.allow(self._app_url)
+        if leaves:
+            self._watchers.pass_over(keeper)
+            self._keep(None)
+            self._pick_keeper()
+        self._publish()
         return self._answer(keeper)
 
-    @checked
-    def lease(self, watcher: Watcher, take: bool, who: Text | None = None) -> dict[str, Any]:
-        """Give the lease to a watcher if nobody has it, or take it back from the keeper. Return the board."""
-        if take and self._board.keeper is None and self._watchers.answers(watcher):
-            self._manager = who
-            self._keep(watcher)
-        elif not take and self._board.keeper == watcher:
-            self._keep(None)
-        return self._answer()
-
     def _keep(self, keeper: str | None) -> None:
-        logger.info("Cluster %s", f"kept by {keeper}" if keeper else "without a keeper")
+        self._manager = None if keeper is None else self._watchers.who(keeper)
+        logger.info("Cluster %s", f"kept by {self._manager}" if keeper else "without a keeper")
         self._board.keep(keeper)
         self._publish()
+
+    def _pick_keeper(self) -> None:
+        """Let another process keep the cluster if its keeper is gone, or one of a better rank stays."""
+        keeper, now = self._board.keeper, time.monotonic()
+        if keeper is not None and not self._watchers.answers(keeper) and now > self._keeper_until:
+            self._keep(None)
+        is_barred = self._is_kept_here and self._board.report.get("is_barred")
+        can_launch = self._resident.problem is None and not is_barred
+        chosen = self._watchers.keeper_after(self._board.keeper, can_launch)
+        if chosen != self._board.keeper:
+            self._keep(chosen)
+
+    @property
+    def _is_kept_here(self) -> bool:
+        """Whether the process in this session keeps the cluster."""
+        return self._watchers.rank(self._board.keeper) is Rank.RESIDENT
+
+    @property
+    def _app_url(self) -> str | None:
+        """The URL of the scheduler's session, if its dashboard answers there."""
+        url: str | None = self._board.report.get("app_url")
+        return url if self._serves_dashboard else None
 
     def _answer(self, watcher: str | None = None) -> dict[str, Any]:
         """Return the board. The keeper gets it without its own report, but with the last keeper's."""
         board = self._board.to_json()
-        if watcher is not None and watcher == self._board.keeper == self._reporter:
+        if watcher is not None and watcher == self._board.keeper and self._board.term == self._reported_term:
             board["report"] = {}
         return {
             **board,
             "leaving": [*self._questions.leaving],
-            "n_users": self._known_users,
             "lives_on": self._lives_on,
             "moves": self._moves,
             "problem": self._problem,
@@ -385,7 +376,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "restarts": self._questions.health.restarts_to_json(),
             "idle": _time_since(self._known_idle_since),
             "tasks_done": self._tasks_done(),
-            "app_url": self._app_url if self._serves_dashboard else None,
+            "app_url": self._app_url,
             "serves_dashboard": self._serves_dashboard,
             "closed": self._lifetime.closed,
             **self._lifetime.age,
@@ -430,16 +421,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _check_watchers(self) -> None:
         now = time.monotonic()
         self._watchers.update(now, clients_in_sessions(self._scheduler))
-        keeper = self._board.keeper
-        if keeper is not None and not self._watchers.answers(keeper) and now > self._keeper_until:
-            self._keep(None)
-        n_users = self._watchers.n_users
-        if n_users != self._known_users:
-            self._known_users = n_users
-            self._board.touch()
-            self._publish()
-        is_needed = self._lives_on and not n_users and self._board.keeper is None
-        self._resident.check(is_needed, keeps=self._board.keeper is not None and self._manager == WHO)
+        self._pick_keeper()
+        is_wanted = self._lives_on or self._watchers.has_user or bool(self._board.mail)
+        self._resident.check(is_wanted and self._board.keeper is None, keeps=self._is_kept_here)
         reason = self._lifetime.check(now)
         if self._watchers.is_orphan:
             reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
@@ -461,8 +445,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         is_idle, sessions = self._idle_since is not None, self._board.report.get("sessions", ())
         is_kept = self._board.keeper is not None
         launched = is_kept and any(session.get("role") == "worker" for session in sessions)
-        # A process that only shows clusters keeps this one if its user has changed it.
-        has_user = self._watchers.has_user or (is_kept and self._manager != WHO)
+        has_user = self._watchers.has_user
         has_help = launched or has_user or self._scheduler.workers
         if is_idle or has_help or not self._scheduler.idle_timeout:
             self._waiting_since = None

@@ -12,6 +12,7 @@ from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
 from distributed.scheduler import Scheduler
 
+from dask_cml.protocol import USERS, Rank
 from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
@@ -26,10 +27,12 @@ _NO_USERS = "Client-worker-"
 
 @dataclass
 class _Watcher:
-    counts: bool
+    rank: Rank
+    who: str
     comm: Comm
-    #: Seconds since its last message, without pauses of this process.
+    #: Seconds since its last message, and since its first, without pauses of this process.
     silent: float = 0.0
+    connected: float = 0.0
 
 
 class Watchers:
@@ -61,23 +64,42 @@ class Watchers:
         self._alone = 0.0
         self._updated = time.monotonic()
 
-    def hear(self, watcher: str, counts: bool, comm: Comm) -> None:
+    def hear(self, watcher: str, rank: Rank, who: str, comm: Comm) -> None:
         """Record a watcher's message.
 
         Parameters
         ----------
         watcher : str
             The watcher's id.
-        counts : bool
-            Whether the cluster is no orphan while it is here.
+        rank : Rank
+            Whether it counts as a user, and may keep the cluster.
+        who : str
+            Who it is, for users.
         comm : Comm
             Its connection. When it closes, the watcher has left.
         """
-        if watcher not in self._watchers:
+        known = self._watchers.get(watcher)
+        if known is None:
             logger.info("Process %s watches from %s", watcher, comm.peer_address)
-        self._watchers[watcher] = _Watcher(counts, comm)
-        if counts:
+        connected = 0.0 if known is None else known.connected
+        self._watchers[watcher] = _Watcher(rank, who, comm, connected=connected)
+        if rank in USERS:
             self._alone = 0.0
+
+    def rank(self, watcher: str | None) -> Rank:
+        """Return a watcher's rank."""
+        known = self._watchers.get(watcher or "")
+        return Rank.OBSERVER if known is None else known.rank
+
+    def who(self, watcher: str) -> str | None:
+        """Return who a watcher is, for users."""
+        known = self._watchers.get(watcher)
+        return None if known is None else known.who
+
+    def pass_over(self, watcher: str) -> None:
+        """Let a watcher keep nothing for a while, because it leaves, or cannot go on."""
+        if watcher in self._watchers:
+            self._watchers[watcher].connected = -timing.stay
 
     def answers(self, watcher: str) -> bool:
         """Return whether the watcher with this id is connected and has sent a message lately."""
@@ -86,15 +108,34 @@ class Watchers:
     def _answers(self, watcher: _Watcher) -> bool:
         return not watcher.comm.closed() and watcher.silent <= timing.lease
 
-    @property
-    def n_users(self) -> int:
-        """How many users' processes answer, and so can keep the cluster."""
-        return sum(watcher.counts and self._answers(watcher) for watcher in self._watchers.values())
+    def keeper_after(self, keeper: str | None, resident_can_launch: bool) -> str | None:
+        """Return the id of the process that is to keep the cluster. None: nobody may.
+
+        Parameters
+        ----------
+        keeper : str or None
+            The id of the process that keeps it now.
+        resident_can_launch : bool
+            Whether the process in the scheduler's session can launch sessions.
+        """
+        may_keep = (
+            [Rank.OWNER, Rank.RESIDENT] if resident_can_launch else [Rank.OWNER, Rank.USER, Rank.RESIDENT]
+        )
+        if keeper is not None and self.rank(keeper) is not Rank.RESIDENT:
+            return keeper
+        candidates = []
+        for name, watcher in self._watchers.items():
+            # A process that passes by does not interrupt the resident.
+            least = 0.0 if keeper is None else timing.stay
+            is_here = name == keeper or watcher.connected >= least
+            if watcher.rank in may_keep and is_here and self._answers(watcher):
+                candidates.append((may_keep.index(watcher.rank), -watcher.connected, name))
+        return min(candidates)[-1] if candidates else keeper
 
     @property
     def has_user(self) -> bool:
         """Whether a user's process is connected, however silent."""
-        return any(watcher.counts and not watcher.comm.closed() for watcher in self._watchers.values())
+        return any(watcher.rank in USERS and not watcher.comm.closed() for watcher in self._watchers.values())
 
     def update(self, now: float, in_sessions: Collection[str] = ()) -> None:
         """Forget the watchers that have left. Note for how long nobody has used the cluster.
@@ -110,6 +151,7 @@ class Watchers:
         self._updated = now
         for name, watcher in [*self._watchers.items()]:
             watcher.silent += step
+            watcher.connected += step
             if watcher.comm.closed():
                 logger.info("Process %s watches no more", name)
                 del self._watchers[name]

@@ -58,8 +58,8 @@ class ServedCluster(CMLCluster):
 class ProjectClusters(Observers):
     """The clusters that users create in the web UI, and the other clusters of the project.
 
-    The web UI keeps the clusters that were created there, also by an earlier web UI that was killed, and the
-    clusters that are meant to live without their creator. It only shows the other clusters.
+    The web UI keeps the clusters that were created there, also in an earlier web UI that was killed. It only
+    shows the other clusters.
 
     Parameters
     ----------
@@ -93,17 +93,12 @@ class ProjectClusters(Observers):
     # -- observers
 
     def connect(self, record: Record) -> CMLCluster:
-        """Return an object for a running cluster, which keeps it if nobody else is to."""
-        if not self.is_to_keep(record):
+        """Return an object for a running cluster. It keeps what was created in a web UI that was killed."""
+        if not record.maker.serves or record.maker.lives() is not False:
             return super().connect(record)
-        owns = _was_served(record)
         return CMLCluster(
-            name=record.name, create_mode="connect", shutdown_on_close=owns, asynchronous=True, quiet=True
+            name=record.name, create_mode="connect", shutdown_on_close=True, asynchronous=True, quiet=True
         )
-
-    def is_to_keep(self, record: Record) -> bool:
-        """Return whether the web UI keeps a cluster if nobody else is to."""
-        return _was_served(record) or record.scheduler.orphan_timeout is None
 
     async def polled(self) -> None:
         """Sum up what the clusters have used."""
@@ -332,8 +327,3 @@ class ProjectClusters(Observers):
             if error is not None:
                 raise error
         self.observed.pop(observed.record.id, None)
-
-
-def _was_served(record: Record) -> bool:
-    """Return whether a web UI that has ended created a cluster."""
-    return bool(record.maker.serves) and record.maker.lives() is False

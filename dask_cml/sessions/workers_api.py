@@ -106,7 +106,7 @@ class WorkersAPI:
         self._late: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
         self._stopping = _stopping.setdefault(module, set())
-        self._ended = False
+        self._ended = self._left = False
         #: Guards what threads share.
         self._lock = threading.Lock()
 
@@ -204,7 +204,7 @@ class WorkersAPI:
             if not launched and not self._ended:
                 launched.append(self._ask_for(plan))
         finally:
-            if self._ended:  # perhaps end() did not wait for this call
+            if self._ended and not self._left:  # perhaps end() did not wait for this call
                 start(self.end)
         if self._ended:
             raise CMLError(f"{plan.name} not launched: the cluster has shut down")
@@ -408,6 +408,14 @@ class WorkersAPI:
 
     # -- the end
 
+    def leave(self) -> None:
+        """Launch nothing more, and leave all sessions to other processes, also what is launched late."""
+        with self._lock:
+            self._ended = self._left = True
+        self.forget(*self.live)
+        if self._listing is not None:
+            self._listing.cancel()
+
     async def close(self, end: Callable[[], None] | None = None) -> None:
         """Call :meth:`end`, or `end`, without blocking the event loop."""
         if self._listing is not None:
@@ -438,7 +446,8 @@ class WorkersAPI:
             limit = self._time_to_stop(self.live) / 2
             if hangs:
                 limit = max(deadline - time.monotonic(), self._calls.limit / 4)
-            is_denied = pause is None and any(isinstance(error, NotAllStopped) for error in errors)
+            is_last = pause is None or not any(map(may_pass, errors))
+            is_denied = is_last and any(isinstance(error, NotAllStopped) for error in errors)
             errors = self._stop_live(limit, one_by_one=hangs or is_denied)
             is_late = hangs and time.monotonic() > deadline
             if pause is None or is_late or not any(map(may_pass, errors)):

@@ -12,6 +12,7 @@ from dask_cml import protocol
 from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
 from dask_cml.options import setting
 from dask_cml.output import get_logger
+from dask_cml.protocol import Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import Record, SchedulerState
@@ -37,10 +38,6 @@ class SchedulerLost(Exception):
 
 class Successor(Protocol):
     """Connects a cluster to another scheduler, see :class:`dask_cml.sharing.sharing.Sharing`."""
-
-    @property
-    def may_keep(self) -> bool:
-        """Whether this process may become the keeper."""
 
     async def follow_other(self, record: Record) -> None:
         """Follow the last scheduler in the record, which another process has launched."""
@@ -134,7 +131,9 @@ class Failover:
         record, scheduler = await self._read(known), self._cluster.scheduler
         if record.scheduler.number > self._cluster.place.number:
             return "another process replaces it"
-        if self._cluster.is_resident:  # whose standard input ends with the scheduler, however silent that is
+        if (
+            self._cluster.rank is Rank.RESIDENT
+        ):  # whose standard input ends with the scheduler, however silent that is
             return None
         listing: Mapping[str, SessionInfo] | None = None
         with contextlib.suppress(CMLError):
@@ -261,7 +260,8 @@ class Failover:
 
     def _may_launch(self, waited: float) -> bool:
         """Return whether this process launches the next scheduler if nobody else has done so until now."""
-        return self._cluster.is_keeper or (self._successor.may_keep and waited > timing.succession)
+        may_succeed = self._link.rank in (Rank.OWNER, Rank.USER)
+        return self._cluster.is_keeper or (may_succeed and waited > timing.succession)
 
     def _may_start(self, last: SchedulerState, waited: float) -> bool:
         """Return whether another process launches the scheduler, which has time left to start."""
@@ -297,7 +297,7 @@ class Failover:
             If too many schedulers were lost in a row.
         """
         limit, restarts = setting("scheduler-restarts"), record.scheduler.restarts
-        if self._cluster.is_resident:  # this process ends with the scheduler's session
+        if self._cluster.rank is Rank.RESIDENT:  # this process ends with the scheduler's session
             limit = 0
         if not_lost:
             await asyncio.sleep(setting("quota-retry"))

@@ -1,13 +1,14 @@
-"""What the keeper of a shared cluster writes on the board and in the record, and takes from there."""
+"""What the keeper of a cluster does for the others: it carries out their mail, and reports."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml import protocol
@@ -19,14 +20,13 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import get_logger
 from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.scheduler.board import BoardGroup, are_equal
+from dask_cml.scheduler.board import Letter, Request, WantedGroup, arguments_of
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.scheduler.messages import LONGEST_LINE
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sharing.journal import Journal
 from dask_cml.sharing.link import BoardState, Link
-from dask_cml.sharing.outbox import Outbox
 from dask_cml.sharing.report import Report
 from dask_cml.timing import timing
 from dask_cml.words import printable_lines, shortened
@@ -41,7 +41,7 @@ _MOST_EVENTS = 10_000
 
 
 class Keeper:
-    """Tells the other processes what the keeper does, and does what they ask for.
+    """Tells the other processes what the keeper does, and does what they ask for, for one term.
 
     Parameters
     ----------
@@ -49,29 +49,28 @@ class Keeper:
         The cluster, which this process keeps.
     link : Link
         Talks to the scheduler.
-    outbox : Outbox
-        Writes on the board what users of this process ask for.
     record : Record
         The cluster's record.
+    term : int
+        The term in which this process keeps it.
+    taken : int
+        The number of the last request that is carried out.
 
     Attributes
     ----------
-    requests : dict of str to int
-        How many changes of a worker group users have asked for, as far as they are carried out here.
     journal : Journal
         Writes the record.
+    unreported : list of Request
+        What users of this process have asked for, and the scheduler has not heard of yet.
     """
 
-    def __init__(self, cluster: CMLCluster, link: Link, outbox: Outbox, record: Record) -> None:
-        self.requests: dict[str, int] = dict.fromkeys(cluster.groups.names, 0)
+    def __init__(self, cluster: CMLCluster, link: Link, record: Record, term: int, taken: int) -> None:
+        self.term, self.taken = term, taken
         self.journal = Journal(cluster.api, record)
-        self._cluster, self._link, self._outbox, self._record = cluster, link, outbox, record
+        self.unreported: list[Request] = []
+        self._cluster, self._link, self._record = cluster, link, record
         self._strays: dict[str, float] = {}
         self._next_strays = 0.0
-        #: The numbers of the last changes that users of this process have asked for, by their groups. They
-        #: are carried out here, and the board may not have them yet.
-        self._own_changes: dict[str, int] = {}
-        self._closed: set[str] = set()
         self._publishing = asyncio.Lock()
         self._published: dict[str, Any] | None = None
         #: What has become of sessions, which the scheduler does not know yet.
@@ -80,77 +79,31 @@ class Keeper:
         self._n_events = 0
         #: The number of the last restart of a Dask worker that is logged.
         self._last_restart = 0
-        self._sent_url: str | None = None
+        #: The last known URL of the scheduler's session. The platform may not list it for a while.
+        self._app_url: str | None = None
 
-    # -- requests of users
+    # -- the mail
 
     async def take(self, board: BoardState) -> None:
-        """Want what other processes have written on the board.
-
-        A group that users of this process have changed meanwhile is left alone: the last change to reach the
-        board wins.
-        """
-        changed = False
-        with self._cluster.groups.changing():
-            for name in self._cluster.groups.take(board.groups):
-                self._cluster.processes.begin_anew(name)
-                self.requests.pop(name, None)
-                self._own_changes.pop(name, None)
-                changed = True
-            for name, group in board.groups.items():
-                if self._has_own(name, group) or self.requests.get(name) == group.request:
-                    continue
-                self.requests[name] = group.request
-                self._cluster.processes.begin_anew(name)
-                self._cluster.groups.add_own(name, group.own)
-                self._cluster.groups.resize(name, group.target, self._cluster.processes.absent(name))
-                self._adapt(name, group)
-                self._cluster.groups.begin_adapting()
-                changed = True
-        closing = [name for name in board.closing if name not in self._closed]
-        if closing:
-            self._cluster.processes.drop(closing)
-            self._closed.update(closing)
-        if changed or closing or board.leaving:
-            self._cluster.woken.set()
-        if changed or closing:  # a process that leaves waits until its change is taken
+        """Carry out what users of other processes have asked for, in its order."""
+        if self.carry_out(board.mail):
             await self.publish()
+        if board.leaving:
+            self._cluster.woken.set()
 
-    def _has_own(self, name: str, group: BoardGroup) -> bool:
-        """Whether the last change of a group was made here, or one made here is on its way to the board."""
-        number = self._own_changes.get(name)
-        if number is None:
-            return False
-        if self._outbox.has(number):
-            return True
-        del self._own_changes[name]
-        if (group.writer, group.number) != (self._link.id, number):  # somebody else was later
-            return False
-        self.requests[name] = group.request
-        return True
+    def carry_out(self, mail: Sequence[Letter]) -> bool:
+        """Carry out the requests that are not carried out yet. Return whether there were any."""
+        new = [letter for letter in mail if letter.number > self.taken]
+        for letter in new:
+            request, name = letter.request, self._record.name
+            try:
+                self._cluster._carry_out(request.kind, **arguments_of(request))
+            except (ValueError, TypeError) as error:  # its group was deleted meanwhile, for example
+                logger.warning("Request of another process for cluster %s refused: %s", name, error)
+            self.taken = letter.number
+        return bool(new)
 
-    def _adapt(self, name: str, group: BoardGroup) -> None:
-        """Let a group adapt between the limits on the board, or keep its size."""
-        if group.adapt is not None:
-            self._cluster.groups.adapt(name, CMLAdaptive.of(self._cluster, name, group.adapt))
-        # An Adaptive of another class scales it here by what this process writes.
-        elif group.writer != self._link.id or self._cluster.groups.limits(name) is not None:
-            self._cluster.groups.adapt(name, None)
-
-    def asked(self, group: str, **change: Any) -> None:
-        """Ask the board for what a user of this process wants and is carried out here, see ``GroupChange``.
-
-        The caller holds the lock of the groups.
-        """
-        self._own_changes[group] = self._outbox.add(groups={group: change}).number
-
-    def note_own_changes(self) -> None:
-        """Note that the changes in the outbox, which were made during the start, are carried out here."""
-        for change in self._outbox.changes:
-            for group in change.content.get("groups", ()):
-                self._own_changes[group] = change.number
-
-    # -- the board
+    # -- the report
 
     def event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session, for the scheduler's log of events."""
@@ -161,68 +114,63 @@ class Keeper:
         """Tell the clients of other processes a line."""
         self.event("line", SCHEDULER, text=shortened(printable_lines(text), LONGEST_LINE))
 
-    async def publish(self) -> None:
-        """Write on the board what this process knows and wants, as far as it has changed. Log errors."""
+    def report(self) -> Report:
+        """Return what this process knows and wants."""
+        cluster, view, processes = self._cluster, self._cluster.view, self._cluster.processes
+        scheduler = cluster.scheduler
+        if scheduler is not None and not scheduler.adopted:
+            self._app_url = scheduler.info.get("app_url") or self._app_url
+        return Report.of(
+            view.sessions,
+            taken=self.taken,
+            groups=self._groups(),
+            wanted=cluster.groups.wanted(),
+            problem=view.problem,
+            gave_up=view.gave_up,
+            failures=processes.failures,
+            start_times=processes.start_times,
+            shortages=view.shortages,
+            staying=view.staying,
+            not_stopped=view.not_stopped,
+            is_barred=bool(view.shortages) and not cluster.api.launched,
+            app_url=self._app_url,
+        )
+
+    def _groups(self) -> dict[str, WantedGroup]:
+        groups, wanted = self._cluster.groups, {}
+        for name in groups.names:
+            options = {} if name == DEFAULT_GROUP else groups.options(name).group_arguments()
+            wanted[name] = WantedGroup(options, groups.target(name), groups.limits(name))
+        return wanted
+
+    async def give_up(self, last: Mapping[str, Any]) -> None:
+        """Let another process keep the cluster, because this one cannot go on after the last report."""
+        with contextlib.suppress(CMLError):
+            await self._link.report(term=self.term, report=last, events=[], n_before=0, leaves=True)
+
+    async def publish(self, *, leaves: bool = False) -> None:
+        """Report what this process knows and wants, as far as it has changed. Log errors.
+
+        With `leaves`, another process keeps the cluster from then on.
+        """
         async with self._publishing:
-            if not self._link.connected:
+            if not (self._link.connected or leaves):  # who leaves does not watch any more
                 return
-            board, changes, view = self._link.board, {}, self._cluster.view
-            processes = self._cluster.processes
-            for group in self._cluster.groups.names:
-                request = self.requests.get(group)
-                if group in self._own_changes or group not in board.groups or request is None:
-                    continue
-                target, own, known = (
-                    self._cluster.groups.target(group),
-                    self._cluster.groups.own(group),
-                    board.groups[group],
-                )
-                if target != known.target or not are_equal(own, known.own):
-                    changes[group] = {"target": target, "own": own, "request": request}
-            closed = [name for name in board.closing if name in self._closed]
-            report = Report.of(
-                view.sessions,
-                wanted=self._cluster.groups.wanted(),
-                problem=view.problem,
-                gave_up=view.gave_up,
-                failures=processes.failures,
-                start_times=processes.start_times,
-                shortages=view.shortages,
-                requests={**self.requests},
-                staying=view.staying,
-                not_stopped=view.not_stopped,
-            ).to_json()
-            events = [*self._events]
+            report, events, unreported = self.report().to_json(), [*self._events], [*self.unreported]
             n_before = self._n_events - len(events)  # others may be noted while the scheduler answers
-            is_known = report == self._published and self._url == self._sent_url
-            if is_known and not (changes or closed or events):
+            if report == self._published and not (events or unreported or leaves):
                 return
             try:
-                await self._send_url()
-                answer = await self._link.report(report, closed, changes, events, n_before)
+                await self._link.report(
+                    term=self.term, report=report, events=events, n_before=n_before, leaves=leaves
+                )
             except CMLError as error:
-                logger.info("Board of cluster %s not written: %s", self._record.name, error)
-                return
-            if answer.keeper != self._link.id:  # it has lost the lease, and the board has taken nothing
+                logger.info("Report on cluster %s not taken: %s", self._record.name, error)
                 return
             self._published = report
+            self.unreported = [request for request in self.unreported if request not in unreported]
             while len(self._events) > self._n_events - n_before - len(events):
                 self._events.popleft()
-            self._closed.intersection_update(answer.closing)
-
-    async def _send_url(self) -> None:
-        """Send the scheduler the URL of its session, for processes to which the platform does not list it."""
-        url = self._url
-        if url != self._sent_url:
-            await self._link.set(app_url=url)
-            self._sent_url = url
-
-    @property
-    def _url(self) -> str | None:
-        """The URL of the scheduler's session. As long as the platform does not list it, the last URL sent."""
-        scheduler = self._cluster.scheduler
-        url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
-        return url or self._sent_url
 
     def news(self) -> dict[str, str]:
         """Return lines for the user, as far as they are true now, by their subjects."""
@@ -305,121 +253,105 @@ class Keeper:
 
     # -- in place of another keeper, and for another scheduler
 
-    async def succeed(self, record: Record) -> None:
-        """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""
-        report = self._link.board.report
-        sessions = Report.read(report).known_sessions() if report else []
-        waits = {session.id for session in sessions if session.waits_for is not None}
-        self._cluster.workers.clear()
-        self._cluster.groups.drop(self._cluster.groups.workers())
+    async def succeed(self, record: Record, last: Report, given: Collection[str]) -> None:
+        """Go on where the last keeper has stopped, by its report.
+
+        Sessions that it launched after the report fill the places of those that it wanted.
+
+        Parameters
+        ----------
+        record : Record
+            The cluster's record, as it is now.
+        last : Report
+            The last report.
+        given : collection of str
+            The names of workers that sessions have had.
+        """
+        cluster, groups = self._cluster, self._cluster.groups
+        self.restore(last)
+        wanted, reported = dict(last.wanted), {session["id"] for session in last.sessions}
+        waits = {session.id for session in last.known_sessions() if session.waits_for is not None}
+        launches = [launch for launch in record.launches.values() if launch.key != SCHEDULER]
+        kept = {launch.key: wanted[launch.key] for launch in launches if launch.key in wanted}
+        for launch in launches:
+            group = launch.worker_group(self._record.name)
+            n_kept = [*kept.values()].count(group)
+            if launch.key not in kept and launch.id not in reported and n_kept < groups.target(group):
+                kept[launch.key] = group
+        for name, group in wanted.items():  # which may be launched just now
+            if name not in given and [*kept.values()].count(group) < groups.target(group):
+                kept[name] = group
+        targets = {group: groups.target(group) for group in groups.names}
+        groups.want(kept)
+        for group, target in targets.items():
+            groups.resize(group, target, ())
+        cluster.workers.clear()
         for launch in record.launches.values():
             if launch.key == SCHEDULER:
-                if launch.id != record.scheduler.session:
-                    self._cluster.api.adopt(
-                        launch.id, launch.key
-                    )  # of a lost scheduler, so the step stops it
-                continue
-            group = launch.worker_group(self._record.name)
-            if group not in self._cluster.groups:
-                self._cluster.processes.adopt_unwanted(launch.id, launch.key, group, launch)
-                continue
-            board_group = self._link.board.groups.get(group, BoardGroup())
-            spec = self._cluster.groups.spec(group, board_group.own.get(launch.key))
-            with self._cluster.groups.changing():
-                self._cluster.worker_spec[launch.key] = spec
-            worker = self._cluster.processes.make(launch.key)
-            runs_for = None if launch.started is None else max(0.0, time.time() - launch.started)
-            worker.adopt(launch.id, launch, runs_for=runs_for, waits=launch.id in waits)
-            self._cluster.workers[launch.key] = worker
-        names = [name for worker in self._cluster.processes.workers() for name in worker.dask_names]
-        last = await self._cluster.ask(protocol.LAST, names=names)
-        gone_for = {name: state.get("gone_for", 0.0) for name, state in last.items()}
-        for worker in self._cluster.processes.workers():
-            worker.take_over(connected_names(self._cluster), gone_for)
+                if launch.id != record.scheduler.session:  # of a lost scheduler, so the step stops it
+                    cluster.api.adopt(launch.id, launch.key)
+            elif launch.key in cluster.worker_spec:
+                worker = cluster.processes.make(launch.key)
+                runs_for = None if launch.started is None else max(0.0, time.time() - launch.started)
+                worker.adopt(launch.id, launch, runs_for=runs_for, waits=launch.id in waits)
+                cluster.workers[launch.key] = worker
+            else:
+                group = launch.worker_group(self._record.name)
+                cluster.processes.adopt_unwanted(launch.id, launch.key, group, launch)
+        names = [name for worker in cluster.processes.workers() for name in worker.dask_names]
+        states = await cluster.ask(protocol.LAST, names=names)
+        gone_for = {name: state.get("gone_for", 0.0) for name, state in states.items()}
+        for worker in cluster.processes.workers():
+            worker.take_over(connected_names(cluster), gone_for)
         self._last_restart = max([0, *(restart.number for restart in self._link.board.restarts)])
-        self._want_all(self._link.board.groups)
-        self.journal = Journal(self._cluster.api, record)
 
-    def first_board(
-        self,
-        groups: Mapping[str, Mapping[str, Any]] | None = None,
-        *,
-        orphan_timeout: float | None,
-        **fields: Any,
-    ) -> dict[str, Any]:
+    def restore(self, last: Report) -> None:
+        """Want what the last keeper has wanted, and know what it has learned."""
+        cluster, groups = self._cluster, self._cluster.groups
+        cluster.processes.take_over(last.failures, last.gave_up, last.start_times)
+        self._app_url = last.app_url
+        groups.take(last.groups)
+        groups.given(last.wanted)
+        groups.want(last.wanted)
+        for name, group in last.groups.items():
+            adaptive = None
+            if group.adapt is not None:
+                adaptive = CMLAdaptive.of(cluster, name, group.adapt)
+            groups.adapt(name, adaptive)
+            groups.resize(name, group.target, ())
+
+    def first_board(self, *, orphan_timeout: float | None, **fields: Any) -> dict[str, Any]:
         """Return what the next scheduler begins with, see :mod:`dask_cml.scheduler.plugin`.
 
         Parameters
         ----------
-        groups : mapping of str to mapping, optional
-            The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`. Default: the groups here.
         orphan_timeout : float or None
             Time without a user after which the cluster ends, in seconds. None: never.
         **fields
             Other fields of the scheduler's file.
         """
         scheduler_timeout = self._cluster.options.scheduler_timeout
+        report = replace(self.report(), wanted={}, sessions=()).to_json()
         return {
             "protocol": protocol.PROTOCOL,
             "cluster": self._record.name,
             "record": self._record.id,
             "keeper": self._link.id,
+            "term": self.term,
             "manager": self._cluster.sharing.who,
             "created": self._record.created.isoformat(),
             "orphan_timeout": orphan_timeout,
             # The keeper connects after it has launched all workers.
             "patience": None if orphan_timeout is None else max(orphan_timeout, scheduler_timeout),
-            "groups": self._groups_to_json() if groups is None else groups,
+            "report": report,
+            "groups": report["groups"],
             **fields,
         }
-
-    def _groups_to_json(self) -> dict[str, dict[str, Any]]:
-        """Return the groups for a board, see :class:`~dask_cml.scheduler.board.BoardGroup`."""
-        known, groups = self._cluster.groups, {}
-        for name in known.names:
-            board_group = BoardGroup(
-                options={} if name == DEFAULT_GROUP else known.options(name).group_arguments(),
-                target=known.target(name),
-                adapt=known.limits(name),
-                request=self.requests.get(name, 0),
-                created=known.created(name),
-                own=known.own(name),
-            )
-            groups[name] = asdict(board_group)
-        return groups
-
-    def want(self, board: BoardState) -> None:
-        """Want what the last scheduler has written, because its keeper has vanished."""
-        with self._cluster.groups.changing():
-            self._cluster.groups.drop(self._cluster.groups.workers())
-            self._cluster.groups.take(board.groups)
-            self._want_all(self._without_closing(board))
-
-    def _without_closing(self, board: BoardState) -> dict[str, BoardGroup]:
-        """Return the groups of a board without the workers that its keeper was still to close."""
-        launches = (*self._record.launches.values(), *self._record.ended.values())
-        by_name = {launch.key: launch.worker_group(self._record.name) for launch in launches}
-        # A name may be that of one of several Dask workers.
-        closing = {name if name in by_name else name.rpartition("-")[0] for name in board.closing}
-        groups = {}
-        for name, group in board.groups.items():
-            n = sum(by_name.get(worker) == name for worker in closing)
-            own = {worker: options for worker, options in group.own.items() if worker not in closing}
-            groups[name] = replace(group, target=max(0, group.target - n), own=own)
-        return groups
-
-    def _want_all(self, groups: Mapping[str, BoardGroup]) -> None:
-        """Want what another keeper has left of all groups."""
-        for name, group in groups.items():
-            self.requests[name] = group.request
-            self._cluster.groups.add_own(name, group.own, again=True)
-            self._cluster.groups.resize(name, group.target, ())
-            self._adapt(name, group)
 
     def renew(self) -> None:
         """Begin anew for another scheduler: no session is left, and all names are new."""
         self._cluster.workers.clear()
         self._cluster.groups.renew()
         self._published = None
-        self._sent_url = None
+        self._app_url = None
         self._last_restart = 0

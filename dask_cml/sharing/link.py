@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from distributed.comm.core import Comm, connect
 from distributed.security import Security
 
 from dask_cml import protocol
 from dask_cml.cancellation import within
 from dask_cml.errors import CMLError
+from dask_cml.protocol import Rank
 from dask_cml.rpc import NO_ANSWER, ask, call
-from dask_cml.scheduler.board import BoardGroup
+from dask_cml.scheduler.board import Letter, Request, WantedGroup
 from dask_cml.scheduler.health import Restart
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
@@ -34,16 +36,18 @@ class BoardState:
     ----------
     revision : int
         Counts the changes of the board.
-    keeper, last_keeper : str or None
-        The id of the process that keeps the cluster, and of the one that has kept it last.
-    n_users : int
-        Number of processes of users that watch the board, and can keep the cluster.
+    keeper : str or None
+        The id of the process that keeps the cluster.
+    term : int
+        Counts the keepers of the cluster.
     lives_on : bool
-        Whether a process in the scheduler's session keeps the cluster when no process of a user does.
-    groups : mapping of str to BoardGroup
-        The worker groups by name, with what is wanted of them.
-    closing, leaving : sequence of str
-        Workers that the keeper is to close, and Dask workers whose session the platform is about to stop.
+        Whether the cluster runs on without a user.
+    groups : mapping of str to WantedGroup
+        The worker groups by name, as they are after the mail is carried out.
+    mail : sequence of Letter
+        What users have asked for, and no keeper has carried out yet.
+    leaving : sequence of str
+        Dask workers whose session the platform is about to stop.
     report : mapping
         What the keeper reports of the sessions, see :class:`dask_cml.sharing.report.Report`.
     moves : int
@@ -68,11 +72,10 @@ class BoardState:
 
     revision: int = 0
     keeper: str | None = None
-    last_keeper: str | None = None
-    n_users: int = 0
+    term: int = 0
     lives_on: bool = False
-    groups: Mapping[str, BoardGroup] = field(default_factory=dict)
-    closing: Sequence[str] = ()
+    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
+    mail: Sequence[Letter] = ()
     leaving: Sequence[str] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
     moves: int = 0
@@ -97,8 +100,8 @@ class Link:
         The id of this watcher.
     cluster : str
         The cluster's name.
-    counts : bool
-        Whether the cluster is no orphan while this watcher is connected.
+    who : str
+        Who it is, for users.
 
     Attributes
     ----------
@@ -110,23 +113,25 @@ class Link:
         The last known board.
     connected : bool
         Whether the scheduler answers.
-    has_written : bool
-        Whether this process has changed the cluster.
+    rank : Rank
+        Whether this process counts as a user, and may keep the cluster.
     heard : float
         The monotonic time of the last question that the scheduler has answered. An answer may lie in the
         socket of a process that is stopped for minutes.
     """
 
-    def __init__(self, id: str, cluster: str, counts: bool) -> None:
+    def __init__(self, id: str, cluster: str, who: str) -> None:
         self.id = id
-        self.counts = counts
+        self.rank = Rank.OWNER
         self.address: str | None = None
         self.connection_args: dict[str, Any] = {}
         self.board = BoardState()
         self.connected = False
-        self.has_written = False
         self.heard = time.monotonic()
-        self._cluster = cluster
+        self._cluster, self._who = cluster, who
+        #: How many requests this process has posted.
+        self._n_posted = 0
+        self._posting = asyncio.Lock()
         self._watching: Comm | None = None
 
     async def join(self, address: str, security: Security | None, record: str) -> None:
@@ -184,7 +189,7 @@ class Link:
         OSError, asyncio.TimeoutError, CMLError
             If the scheduler does not answer.
         """
-        wait = timing.heartbeat if self.counts else timing.observer_heartbeat
+        wait = timing.observer_heartbeat if self.rank is Rank.OBSERVER else timing.heartbeat
         since, asked = self.board.revision if self.connected else 0, time.monotonic()
         try:
             answer = await within(wait + timing.answer, self._watch(since, wait))
@@ -200,8 +205,8 @@ class Link:
             self._watching = await connect(
                 self._known_address(), timeout=timing.answer, **self.connection_args
             )
-        arguments = {"watcher": self.id, "counts": self.counts, "since": since, "wait": wait}
-        return await call(self._watching, protocol.WATCH, **arguments)
+        who = {"watcher": self.id, "rank": int(self.rank), "who": self._who}
+        return await call(self._watching, protocol.WATCH, **who, since=since, wait=wait)
 
     def _take(self, answer: Mapping[str, Any], asked: float) -> BoardState:
         """Take the board of an answer, unless a newer board is known. Return the answer's board."""
@@ -212,79 +217,58 @@ class Link:
         self.connected = True
         return board
 
-    async def set(self, **values: Any) -> BoardState:
-        """Write values on the board that no user asks for, and return it.
+    async def post(self, request: Request) -> None:
+        """Post what a user of this process asks for.
 
         Raises
         ------
         CMLError
-            If the scheduler does not answer, or refuses a value.
+            If the scheduler does not answer, or refuses it.
         """
-        return await self._write(protocol.SET, **values)
+        async with self._posting:  # in the order of the calls: the scheduler takes a late one for a repeat
+            self._n_posted += 1
+            content, number = msgspec.to_builtins(request), self._n_posted
+            message = {"sender": self.id, "number": number, "request": content}
+            began = time.monotonic()
+            try:
+                await self._ask_board(protocol.POST, **message)
+            except NO_ANSWER as error:
+                if time.monotonic() - began > timing.retry:
+                    raise self._no_answer(error) from error
+                # The connection broke. If the scheduler has the request, the repeat changes nothing.
+                await self._write(protocol.POST, **message)
 
-    async def change(self, number: int, **changes: Any) -> BoardState:
-        """Write on the board what a user of this process asks for, and return it.
-
-        See :meth:`dask_cml.scheduler.plugin.CMLSchedulerPlugin.set`. Only :class:`Outbox` calls this.
-
-        Parameters
-        ----------
-        number : int
-            Counts the changes of this process. A repeated change with this number changes nothing.
-        **changes
-            The change.
-
-        Raises
-        ------
-        OSError, asyncio.TimeoutError
-            If the scheduler does not answer. The board may have the change.
-        CMLError
-            If the board refuses the change.
-        """
-        board = await self._ask_board(protocol.SET, writer=self.id, number=number, **changes)
-        self.has_written = True
-        return board
-
-    async def report(
-        self,
-        report: Mapping[str, Any],
-        closed: Sequence[str],
-        groups: Mapping[str, Any],
-        events: Sequence[Mapping[str, str]],
-        n_before: int,
-    ) -> BoardState:
-        """Write what the keeper reports of the sessions, and return the board.
+    async def live_on(self) -> None:
+        """Let the cluster run on without a user.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer.
         """
-        arguments = {"report": report, "closed": closed, "groups": groups, "events": events}
-        return await self._write(protocol.REPORT, keeper=self.id, n_before=n_before, **arguments)
+        await self._write(protocol.LIVE_ON)
 
-    async def lease(self, take: bool, who: str | None = None) -> BoardState:
-        """Take the keeper's lease, if nobody has it, or give it back. Return the board.
-
-        Parameters
-        ----------
-        take : bool
-            Whether to take it.
-        who : str, optional
-            Who keeps the cluster then, for users.
+    async def report(self, **values: Any) -> BoardState:
+        """Tell what the keeper says, see :meth:`dask_cml.scheduler.plugin.CMLSchedulerPlugin.report`.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer.
         """
-        return await self._write(protocol.LEASE, watcher=self.id, take=take, who=who)
+        return await self._write(protocol.REPORT, keeper=self.id, **values)
 
     async def _write(self, op: str, **arguments: Any) -> BoardState:
         try:
             return await self._ask_board(op, **arguments)
         except NO_ANSWER as error:
-            raise self.no_answer(error) from error
+            raise self._no_answer(error) from error
+
+    def _no_answer(self, error: BaseException) -> CMLError:
+        """Return the error that the scheduler does not answer, from the error of the connection."""
+        return CMLError(
+            f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
+        )
 
     async def _ask_board(self, op: str, **arguments: Any) -> BoardState:
         """Call a handler that answers with the board.
@@ -300,17 +284,10 @@ class Link:
             raise OSError(f"the scheduler at {address} is replaced")
         return self._take(answer, asked)
 
-    def no_answer(self, error: BaseException) -> CMLError:
-        """Return the error that the scheduler does not answer, from the error of the connection."""
-        return CMLError(
-            f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
-        )
-
-    @property
-    def keeps(self) -> bool:
-        """Whether this process keeps the cluster, by an answer to a question that is recent enough."""
+    def keeps(self, term: int) -> bool:
+        """Return whether this process keeps the cluster in a term, by a question that is recent enough."""
         is_recent = self.connected and time.monotonic() - self.heard < timing.lease
-        return is_recent and self.board.keeper == self.id
+        return is_recent and (self.board.keeper, self.board.term) == (self.id, term)
 
     async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`ask`. Default time limit: ``timing.answer``."""

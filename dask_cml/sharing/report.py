@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from dask_cml.options import SessionSize
-from dask_cml.scheduler.board import BoardGroup
+from dask_cml.scheduler.board import Letter, WantedGroup
 from dask_cml.sessions.session import Session
 from dask_cml.validation import validate
 
@@ -18,10 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Report:
-    """What a keeper reports of the sessions.
+    """What a keeper reports: what is wanted, the sessions, and what the next keeper has to know.
 
     Parameters
     ----------
+    taken : int
+        The number of the last request that is carried out.
+    groups : mapping of str to WantedGroup
+        The worker groups.
     wanted : mapping of str to str
         The groups of the wanted workers by their names.
     sessions : sequence of mapping
@@ -36,14 +40,18 @@ class Report:
         How long sessions of groups take to start, in seconds.
     shortages : mapping of str to str
         Why the platform has launched only some workers of some groups.
-    requests : mapping of str to int
-        How many changes of a group users have asked for, as far as the keeper has taken them.
     staying : sequence of str
         Workers that cannot be stopped now, because no other worker can take their data.
     not_stopped : str or None
         Why the platform does not stop sessions, as a sentence.
+    is_barred : bool
+        Whether the platform has refused all launches of this process.
+    app_url : str or None
+        The URL of the scheduler's session, for processes to which the platform does not list it.
     """
 
+    taken: int = 0
+    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
     wanted: Mapping[str, str] = field(default_factory=dict)
     sessions: Sequence[Mapping[str, Any]] = ()
     problem: str | None = None
@@ -51,9 +59,10 @@ class Report:
     failures: Mapping[str, int] = field(default_factory=dict)
     start_times: Mapping[str, float] = field(default_factory=dict)
     shortages: Mapping[str, str] = field(default_factory=dict)
-    requests: Mapping[str, int] = field(default_factory=dict)
     staying: Sequence[str] = ()
     not_stopped: str | None = None
+    is_barred: bool = False
+    app_url: str | None = None
 
     @classmethod
     def of(cls, sessions: Sequence[Session], **fields: Any) -> Report:
@@ -73,15 +82,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return it for a message."""
-        return {**vars(self)}  # asdict() copies all of thousands of sessions
+        groups = {name: vars(group) for name, group in self.groups.items()}
+        return {**vars(self), "groups": groups}  # asdict() copies all of thousands of sessions
 
-    def current(self, reported: Mapping[str, T], groups: Mapping[str, BoardGroup]) -> dict[str, T]:
-        """Return what is reported of groups, but for those that users have changed since."""
-        return {
-            group: value
-            for group, value in reported.items()
-            if group in groups and self.requests.get(group, 0) >= groups[group].request
-        }
+    def current(self, reported: Mapping[str, T], mail: Sequence[Letter]) -> dict[str, T]:
+        """Return what is reported of groups, but for those that users have asked to change since."""
+        changed = {letter.request.group for letter in mail}
+        return {group: value for group, value in reported.items() if group not in changed}
 
     def known_sessions(self) -> list[Session]:
         """Return the sessions, the scheduler's first."""

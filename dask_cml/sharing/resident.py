@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import time
 
 from distributed.core import Status
 
 from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.protocol import Rank
 from dask_cml.records import store
 from dask_cml.timing import timing
 
@@ -24,11 +24,11 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 class ResidentCluster(CMLCluster):
     """A cluster in its scheduler's session, with which it ends."""
 
-    is_resident = True
+    rank = Rank.RESIDENT
 
 
 async def keep(name: str, closes: asyncio.Event) -> None:
-    """Keep a cluster until a user's process stays, its scheduler closes, or the cluster ends.
+    """Keep a cluster until another process does, its scheduler closes, or the cluster ends.
 
     Parameters
     ----------
@@ -47,11 +47,9 @@ async def keep(name: str, closes: asyncio.Event) -> None:
         await cluster
     except NoSuchCluster:
         return
-    last_alone = time.monotonic()
     while cluster.status != Status.closed and not closes.is_set():
-        if cluster.status != Status.running or not cluster.sharing.board.n_users:
-            last_alone = time.monotonic()
-        elif time.monotonic() - last_alone > timing.stay:
+        board = cluster.sharing.board
+        if cluster.sharing.is_connected and board.keeper not in (None, cluster.sharing.link.id):
             break
         await wait_until_set(closes, timing.retry)
     try:
@@ -67,11 +65,11 @@ async def keep(name: str, closes: asyncio.Event) -> None:
 
 async def _why_ended(cluster: CMLCluster) -> str | None:
     """Return why the scheduler has closed for good, by its last answer or its file. None if it was lost."""
-    assert cluster.record is not None
+    assert cluster.sharing.record is not None
     if cluster.sharing.board.closed is not None:
         return cluster.sharing.board.closed
     try:
-        return (await asyncio.to_thread(store.read_again, cluster.record)).scheduler.closed
+        return (await asyncio.to_thread(store.read_again, cluster.sharing.record)).scheduler.closed
     except (NoSuchCluster, store.RecordUnreadable):
         return None
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,34 +17,35 @@ from distributed.comm.core import Comm
 from distributed.core import Status
 
 from dask_cml import compat
-from dask_cml.core.alone import Alone, How, Role
 from dask_cml.core.at_exit import unclosed
 from dask_cml.core.folder import fill_folder, make_keys
+from dask_cml.core.interface import How, Role
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
 from dask_cml.options import Options
 from dask_cml.options.limits import limits
 from dask_cml.output import get_logger
+from dask_cml.protocol import Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.history import kept_logs
 from dask_cml.records.operations import stop_and_remove, take_name, wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler.board import BoardGroup
+from dask_cml.scheduler.board import Request
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session import CMLProcess
-from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.sharing.failover import Failover, SchedulerLost
 from dask_cml.sharing.follower import Follower
 from dask_cml.sharing.keeper import Keeper
 from dask_cml.sharing.link import BoardState, Link
-from dask_cml.sharing.outbox import Change, Outbox
 from dask_cml.sharing.report import Report
 from dask_cml.timing import timing
+from dask_cml.validation import validate
 from dask_cml.words import command, format_duration
 
 if TYPE_CHECKING:
@@ -53,12 +54,11 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Sharing(Alone):
+class Sharing:
     """Shares a cluster with all processes of the project.
 
-    The process that launches the scheduler has the *lease* on the scheduler's board: it is the *keeper*, and
-    launches and stops the sessions. All other processes follow the board, and write on it. If the keeper
-    vanishes, the next process gets the lease, and takes over the sessions.
+    The scheduler picks the *keeper*: the process that launches and stops the sessions, at first the one that
+    has launched the scheduler. All other processes follow its reports, and post what their users ask for.
 
     Parameters
     ----------
@@ -75,6 +75,14 @@ class Sharing(Alone):
         The record of a cluster that is created here, with its id.
     record : Record or None
         The cluster's record. None before the cluster is created or found.
+    role : Role
+        What this process does for the cluster.
+    who : str
+        Who uses the cluster here, for its history.
+    is_joined : bool
+        Whether the scheduler in the cluster's place has answered. Another one may have just replaced it.
+    lasted : float or None
+        Seconds for which a closed cluster has lasted.
     link : Link
         Talks to the scheduler.
     connects : bool
@@ -83,25 +91,31 @@ class Sharing(Alone):
         Why the cluster has ended, if this process did not ask for it.
     """
 
-    _cluster: CMLCluster
+    _ending: asyncio.Task[None]
 
     def __init__(self, cluster: CMLCluster, given: Mapping[str, Any], maker: Maker | None = None) -> None:
-        super().__init__(cluster)
         options = cluster.options
-        self.who = WHO if cluster.is_resident else Maker.this_process().words
+        self._cluster = cluster
+        self.role = Role.NONE
+        self.connects = False
+        self.end: str | None = None
+        self.lasted: float | None = None
+        self.record: Record | None = None
+        self.who = WHO if cluster.rank is Rank.RESIDENT else Maker.this_process().words
         self._given = given
         self._has_own_name = given.get("name") is not None or dask.config.get("cml.name", None) is not None
         self.new_record: Record = Record(
             options.name, maker=maker or Maker.this_process(), folder=cluster.place.folder
         )
-        self.link = Link(secrets.token_hex(8), options.name, counts=cluster.takes_lease)
-        self.outbox = Outbox(options.name, self.link)
+        self.link = Link(secrets.token_hex(8), options.name, self.who)
         self.failover = Failover(self, self.link, cluster)
         #: A programming error at the last look at the board, as a clause.
         self._failure: str | None = None
         self._keeper: Keeper | None = None
         self._follower: Follower | None = None
         self._following: asyncio.Task[None] | None = None
+        #: What posts the requests of this process's users.
+        self._posting: set[asyncio.Task[None]] = set()
         self.is_joined = False
         self._usage: Usage | None = None
         self._forwarder: DashboardForwarder | None = None
@@ -116,19 +130,15 @@ class Sharing(Alone):
     @property
     def keeps(self) -> bool:
         """Whether this process is the keeper, by an answer of the board that is recent enough."""
-        return self._keeper is not None and self.link.keeps
+        return self._keeper is not None and self.link.keeps(self._keeper.term)
 
-    @property
-    def may_keep(self) -> bool:
-        """Whether this process may become the keeper. One that only shows a cluster may after a change."""
-        if self.is_inside:
-            return self._cluster.is_resident
-        return self._cluster.takes_lease or self.link.has_written
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether this process runs in a session of the cluster. It is no user."""
-        return self.record is not None and here.is_inside(self.record.id)
+    def _rank(self, record: Record) -> Rank:
+        """Return whether this process counts as a user of the cluster, and may keep it."""
+        if self._cluster.rank is not None:
+            return self._cluster.rank
+        if here.is_inside(record.id):
+            return Rank.OBSERVER
+        return Rank.OWNER if record.owner == here.this_owner() else Rank.USER
 
     @property
     def board(self) -> BoardState:
@@ -208,18 +218,17 @@ class Sharing(Alone):
         keys = await asyncio.to_thread(make_keys, options, cluster.place)
         record = replace(self.new_record, options=options.arguments(), security=tls.paths(keys.security))
         self.record = record  # to remove it if this is cancelled
-        keeper = await self._make_keeper(record, self.link.board)
+        cluster.groups.given(await asyncio.to_thread(store.given_names, record))
+        keeper = Keeper(cluster, self.link, record, term=1, taken=0)
+        self.link.rank = Rank.OWNER
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
-        self.outbox.clear()  # the first board has what is wanted so far
         board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, cluster.api)
         await asyncio.to_thread(fill_folder, options, cluster.place, keys)
         cluster.move(replace(cluster.place, record=record.id, security=keys.security))
         if not record.maker.serves and not self._has_own_name:  # the web UI creates for several users
             self._name_others()
-        with cluster.groups.changing():
-            keeper.note_own_changes()
-            self._keeper, self.role = keeper, Role.KEEPER
+        self._keeper, self.role = keeper, Role.KEEPER
 
     def _name_others(self) -> None:
         """Name the user's other clusters in this process that have random names, too.
@@ -227,7 +236,7 @@ class Sharing(Alone):
         A cell that runs again may have left them. Whoever gives names wants several clusters.
         """
         for other in unclosed():
-            if other is self._cluster or other.starting is None or not other.takes_lease:
+            if other is self._cluster or other.starting is None or other.rank is not None:
                 continue
             if other.sharing._has_own_name:
                 continue
@@ -237,18 +246,6 @@ class Sharing(Alone):
                 self._cluster.tell(
                     f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
                 )
-
-    async def _make_keeper(self, record: Record, board: BoardState) -> Keeper:
-        """Return what keeps the cluster here from now on, by the board that the last keeper has left.
-
-        It gives no name that a session has had before.
-        """
-        self._cluster.groups.given(await asyncio.to_thread(store.given_names, record))
-        if board.report:
-            report = Report.read(board.report)
-            failures = report.current(report.failures, board.groups)
-            self._cluster.processes.take_over(failures, report.gave_up, report.start_times)
-        return Keeper(self._cluster, self.link, self.outbox, record)
 
     async def _connect(self) -> None:
         """Connect to a running cluster. If it starts, wait.
@@ -291,7 +288,7 @@ class Sharing(Alone):
                     f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
                     f"left of it, run {command('delete', name)}"
                 )
-        self._follow_role()
+        self._follow_role(Report())
         self._enter(record)
         try:
             await self._join_within(patience, str(record.scheduler.address))
@@ -302,16 +299,16 @@ class Sharing(Alone):
                 f"{record.out_of_reach or advice}"
             ) from error
 
-    def _follow_role(self) -> None:
+    def _follow_role(self, known: Report) -> None:
         """Show what another process does from now on."""
         self._keeper, self.role = None, Role.FOLLOWER
-        self._follower = Follower(self._cluster, self.link, self.outbox)
+        self._follower = Follower(self._cluster, self.link, known)
 
     def _enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
         cluster = self._cluster
         self.record, self.is_joined = record, False
-        self.link.counts = cluster.takes_lease and not self.is_inside
+        self.link.rank = self._rank(record)
         number, security = record.scheduler.number, record.get_security()
         cluster.move(replace(cluster.place, number=number, record=record.id, security=security))
         scheduler = cluster.scheduler = CMLScheduler(cluster.api, cluster.options, cluster.place)
@@ -321,7 +318,7 @@ class Sharing(Alone):
         cluster.api.forget(session)
 
     async def join(self, address: str) -> None:
-        """Connect to the scheduler that this process has launched, and keep the lease from now on."""
+        """Connect to the scheduler that this process has launched."""
         await self._join_within(self._cluster.options.scheduler_timeout, address)
         if self.link.board.keeper == self.link.id:
             await self._cluster.connection.subscribe()
@@ -366,18 +363,8 @@ class Sharing(Alone):
 
     @property
     def tasks(self) -> Sequence[asyncio.Task[None] | None]:
-        """The tasks that follow the board, and write on it."""
-        return self._following, self.outbox.task
-
-    @property
-    def has_followed(self) -> bool:
-        """Whether this process has followed the board."""
-        return self._following is not None
-
-    @property
-    def follows(self) -> bool:
-        """Whether this process follows the board."""
-        return self._following is not None and not self._following.done()
+        """The tasks that follow the board, and post what users ask for."""
+        return self._following, *self._posting
 
     # -- the board
 
@@ -391,8 +378,6 @@ class Sharing(Alone):
                     assert cluster.scheduler is not None
                     await self._join_within(timing.answer, str(cluster.scheduler.address))
                 board = await self.link.watch()
-                if self.outbox.changes:
-                    self.outbox.send_soon()
                 await self._take_board(board)
                 self.failover.note_connected()
                 self._failure = None
@@ -408,7 +393,10 @@ class Sharing(Alone):
                 if not self.link.connected and self.record is not None and not cluster.ending.has_begun:
                     await self.failover.check(self.record)
             except SchedulerLost as lost:
-                self._end_by_itself(str(lost))
+                self.end = str(lost)
+                cluster.end_reason = f"its scheduler was lost: {lost}"
+                cluster.tell(f"Cluster {cluster.options.name} shut down: {lost}")
+                self._ending = asyncio.create_task(cluster.ending.end_again())
                 return
             except (*NO_ANSWER, CMLError, ValueError) as error:
                 logger.info("Scheduler of cluster %s not checked: %r", cluster.options.name, error)
@@ -425,18 +413,11 @@ class Sharing(Alone):
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
-        # A keeper that was away begins anew if another process has kept the cluster meanwhile.
-        if self._keeper is not None and (board.keeper or board.last_keeper) not in (None, self.link.id):
+        is_picked = board.keeper == self.link.id
+        if self._keeper is not None and not (is_picked and board.term == self._keeper.term):
             await self._yield(self._keeper)
-        if board.keeper is None and (self._keeper is not None or self.may_keep):
-            await self.link.lease(take=True, who=self.who)
-            board = self.link.board
-        if board.keeper == self.link.id and self._keeper is None:
-            try:
-                await self._succeed(board)
-            except Exception:  # raised again: another process may be able to, for example to read the record
-                await self.link.lease(take=False)
-                raise
+        if is_picked and self._keeper is None:
+            await self._succeed(board)
         if self._keeper is not None and not self._cluster.connection.is_subscribed:
             await self._cluster.connection.subscribe()
         await self._take_last_board()
@@ -448,73 +429,79 @@ class Sharing(Alone):
         await taker.take(self.link.board)
 
     async def _succeed(self, board: BoardState) -> None:
-        """Keep the cluster from now on."""
+        """Keep the cluster from now on, as the last report says."""
         assert self.record is not None
-        assert self._follower is not None
-        cluster = self._cluster
-        record = await asyncio.to_thread(store.read_again, self.record)
-        cluster.groups.take(board.groups)
-        await cluster.connection.subscribe()
-        keeper = await self._make_keeper(record, board)
-        async with cluster._lock:
-            await self._follower.step()  # what was changed here is on the board then
-            await keeper.succeed(record)
-            self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
+        cluster, report = self._cluster, Report.read(board.report)
+        keeper = Keeper(cluster, self.link, self.record, board.term, report.taken)
+        try:
+            record = await asyncio.to_thread(store.read_again, self.record)
+            given = await asyncio.to_thread(store.given_names, record)
+            await cluster.connection.subscribe()
+            async with cluster._lock:
+                cluster.groups.given(given)
+                await keeper.succeed(record, report, given)
+                self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
+        except Exception:  # raised again: another process may be able to, for example to read the record
+            await keeper.give_up(board.report)
+            raise
         cluster.begin_looking(unheard_since=None)
         logger.info("Cluster %s managed by this process", record.name)
 
     async def _yield(self, keeper: Keeper) -> None:
-        """Leave the cluster to another process that keeps it now, and stop nothing."""
+        """Leave the cluster to the process that keeps it now, and stop nothing."""
         logger.info("Cluster %s managed by another process", self._cluster.options.name)
-        await self._cluster.stop_looking()  # a launch that is answered meanwhile is entered into the record
+        await self._cluster._stop_looking()  # a launch that is answered meanwhile is entered into the record
         self._cluster.note_changes_by_hand()
-        self._follow_role()
-        self.outbox.send_soon()
+        self._follow_role(keeper.report())
+        for request in keeper.unreported:
+            self._post_soon(request)
         await self._cluster.ending.yield_sessions()
 
-    def asked(self, group: str, *, here: bool, **change: Any) -> Change | None:
-        """Write on the board what a user of this process has asked for: soon, or by :meth:`wait`."""
-        super().asked(group, here=here, **change)
-        if not here:  # even if this process has become the keeper just now
-            return self.outbox.add(is_awaited=True, groups={group: change})
-        if self._keeper is not None:
-            self._keeper.asked(group, **change)
-        else:
-            self.outbox.add(groups={group: change})
-        self._cluster.loop.add_callback(self.outbox.send_soon)  # type: ignore[union-attr]
-        return None
+    def asked(self, kind: str, **arguments: Any) -> None:
+        """Note what a user of this process has asked for and is carried out here. Report it soon."""
+        if self._keeper is not None and self._following is not None:
+            self._keeper.unreported.append(_request(kind, arguments))
+            self._keep_task(self._keeper.publish())
 
-    def wait(self, asked: Change | None) -> Any:
-        """Wait until the board has a change, see :meth:`Outbox.wait`. In the event loop, return a task."""
-        cluster = self._cluster
-        if asked is None:
-            return super().wait(asked)
-        if not cluster.asynchronous:
-            cluster.sync(self.outbox.wait, asked)
-            return None
-        return self.outbox.wait_in_task(asked)
-
-    async def written(self) -> None:
-        """Wait until the board has what was changed in this process.
+    def post(self, kind: str, **arguments: Any) -> asyncio.Task[None]:
+        """Ask the keeper for what a user of this process wants, in a task. It goes on if nobody awaits it.
 
         Raises
         ------
         CMLError
-            If the scheduler does not answer.
+            If the scheduler does not answer, or refuses it.
         """
-        await self.outbox.flush()
+        return self._post_soon(_request(kind, arguments))
+
+    def _post_soon(self, request: Request) -> asyncio.Task[None]:
+        return self._keep_task(self._post(request))
+
+    async def _post(self, request: Request) -> None:
+        await self.link.post(request)
+        if self._follower is not None:
+            self._follower.show(self.link.board)
+
+    def _keep_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._posting.add(task)
+        task.add_done_callback(self._posted)
+        return task
+
+    def _posted(self, task: asyncio.Task[None]) -> None:
+        self._posting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # perhaps nobody awaits it
+            logger.warning("Cluster %s not changed: %s", self._cluster.options.name, error)
+
+    async def written(self) -> None:
+        """Wait until the scheduler has what was changed in this process.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer, or refuses it.
+        """
+        await asyncio.gather(*self._posting)
         await self.stepped()
-
-    async def add_group(self, name: str, options: Options) -> None:
-        """Add a worker group for all processes."""
-        group = {"options": options.group_arguments(), "target": options.n_workers}
-        await self.outbox.write(groups={name: group})
-        await self._take_last_board()
-
-    async def delete_group(self, name: str) -> None:
-        """Delete a worker group for all processes."""
-        await self.outbox.write(groups={name: None})
-        await self._take_last_board()
 
     async def never_orphan(self) -> None:
         """Let the cluster run on without a user.
@@ -524,14 +511,14 @@ class Sharing(Alone):
         CMLError
             If the scheduler does not answer.
         """
-        await self.link.set(orphan_timeout=None)
+        await self.link.live_on()
 
     # -- what is done
 
-    async def step(self) -> None:
-        """Ask the keeper for what was changed by hand in ``worker_spec`` of a follower."""
+    def step(self) -> None:
+        """Refuse what was changed by hand in ``worker_spec`` of a follower."""
         if self._follower is not None:
-            await self._follower.step()
+            self._follower.refuse_changes_by_hand()
 
     async def launched(self, process: CMLProcess) -> None:
         """Enter a launched session into the record."""
@@ -580,20 +567,21 @@ class Sharing(Alone):
     async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
         cluster, begin, last = self._cluster, time.monotonic(), record.scheduler
-        groups = {name: BoardGroup(**group) for name, group in last.groups.items()}
-        written, known = BoardState(last.revision, groups=groups, closing=last.closing), self.link.board
-        self.outbox.drop(last.writers.get(self.link.id, 0))
-        keeper = self._keeper or await self._make_keeper(record, replace(known, groups=groups))
-        newest = written if self._keeper is None else known
-        # The lost scheduler may have answered a change, and ended before it wrote that.
-        if last.number == cluster.place.number:
-            newest = max(written, known, key=lambda board: board.revision)
-        if self._keeper is not None and newest.groups:  # else this process has not joined that scheduler
-            await keeper.take(newest)
+        cluster.groups.given(await asyncio.to_thread(store.given_names, record))
+        known, report, mail = self.link.board, Report.read(last.report), [*last.mail]
+        # The lost scheduler may have answered, and ended before it wrote that.
+        if last.number == cluster.place.number and known.revision > last.revision:
+            mail = [*known.mail]
+            if known.report:
+                report = Report.read(known.report)
+        keeper = self._keeper
+        if keeper is None:
+            keeper = Keeper(cluster, self.link, record, last.term, report.taken)
+            keeper.restore(report)
+        keeper.term = max(keeper.term, last.term) + 1
+        keeper.carry_out(mail)
         board = keeper.first_board(
-            # If the keeper has vanished, what the lost scheduler said last is wanted.
-            {name: asdict(group) for name, group in newest.groups.items()} if self._keeper is None else None,
-            writers=dict(last.writers),
+            posted=dict(last.posted),
             hours=last.hours,
             orphan_timeout=last.orphan_timeout,
             restarts=restarts,
@@ -612,13 +600,11 @@ class Sharing(Alone):
                 why = loss.words
         cluster.tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
         cluster.tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
-        await cluster.stop_looking()
+        await cluster._stop_looking()
         await cluster.connection.unsubscribe()
         self.link.close()
         cluster.connection.forget_workers()
         async with cluster._lock:
-            if self._keeper is None:
-                keeper.want(newest)
             await self._stop_all(record, keeper)
             cluster.move(replace(cluster.place, number=number))
             self.is_joined = False
@@ -642,57 +628,29 @@ class Sharing(Alone):
 
     # -- end
 
-    @property
-    def left_to_do(self) -> Sequence[str]:
-        """The cluster, if this process has changed it, and nobody keeps it or has taken the change.
-
-        A keeper that does not take it has ended, perhaps, and loses the lease. Then this process keeps it.
-        """
-        board = self.link.board
-        is_taken = board.keeper is not None and not board.closing and not self.untaken
-        is_left = self.link.has_written and self.link.connected and not is_taken
-        return [self._cluster.options.name] if is_left else []
-
-    @property
-    def untaken(self) -> Sequence[str]:
-        """The groups whose last change was asked for here, and that no other process has taken yet."""
-        return [] if self._follower is None else self._follower.untaken
-
-    async def write_last(self) -> None:
-        """Write on the board what users of this process have changed, before it leaves.
+    async def leave(self) -> None:
+        """Let the scheduler have what users of this process have asked for, before it leaves.
 
         A cluster that its creator leaves runs on without a user, whatever ``shutdown_on_close`` was.
         """
         try:
             if self.record is not None and not self.connects:
                 await self.never_orphan()
-            await self.written()
+            await asyncio.gather(*self._posting)
         except (*NO_ANSWER, CMLError, ValueError) as error:  # the scheduler refuses a change, for example
             name = self._cluster.options.name
             logger.warning("Cluster %s left before its last change was written: %s", name, error)
 
     async def close(self, how: How) -> None:
-        """Write the record for the last time. If this process leaves, give the lease back."""
+        """Write the record for the last time. If this process leaves, another one keeps the cluster."""
         if self._keeper is None:
             return
         await self._keeper.journal.write(self._cluster.processes.launched)
         if how is How.LEAVE:
-            with contextlib.suppress(CMLError):
-                await self.link.lease(take=False)
-
-    async def is_succeeded(self) -> bool:
-        """Return whether another process takes the lease of this one, which leaves."""
-        if self.link.board.lives_on:  # the process in the scheduler's session does so later
-            return True
-        deadline = time.monotonic() + timing.succeed
-        try:
-            while (await self.link.watch()).keeper in (None, self.link.id):
-                if time.monotonic() > deadline:
-                    return False
-        except (*NO_ANSWER, CMLError, ValueError) as error:
-            logger.info("Keeper of cluster %s not known: %r", self._cluster.options.name, error)
-            return False
-        return True
+            await self._keeper.publish(leaves=True)
+            for request in self._keeper.unreported:  # another process keeps it, or nobody answers
+                with contextlib.suppress(CMLError):
+                    await self.link.post(request)
 
     def disconnect(self) -> None:
         """Follow the board no more, by which the scheduler notices that this process has left."""
@@ -701,7 +659,7 @@ class Sharing(Alone):
     def forget(self) -> None:
         """Forget the board, because this object is closed."""
         self.link.board = BoardState()
-        self._follow_role()
+        self._follow_role(Report())
         self.role = Role.NONE
 
     @property
@@ -750,7 +708,9 @@ class Sharing(Alone):
         cluster = self._cluster
         if cluster.status == Status.closed and self.record is not None and not cluster.options.log_directory:
             return kept_logs(self.record)
-        return super().logs()
+        return SessionLogs(
+            cluster.options.name, log_folder(cluster.place.folder, cluster.options.log_directory)
+        )
 
     @property
     def dashboard_url(self) -> str | None:
@@ -785,3 +745,7 @@ class Sharing(Alone):
         """Serve the dashboard no more."""
         if self._forwarder is not None:
             await self._forwarder.close()
+
+
+def _request(kind: str, arguments: Mapping[str, Any]) -> Request:
+    return validate({"kind": kind, **arguments}, Request, "request")
