@@ -108,7 +108,7 @@ class ListedCluster(ObservedCluster):
         CMLError
             If another user created the cluster.
         """
-        record, user = self.record, this_user()
+        record, user = self.sharing.record, this_user()
         if record is not None and record.maker.user not in (None, user):
             raise CMLError(
                 f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run "
