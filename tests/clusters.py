@@ -199,7 +199,7 @@ def write_record(record: Record) -> Path:
     if record.folder == Path():
         record = replace(record, folder=state_directory() / record.name)
     folder = record.folder
-    store.claim(record, {"groups": record.scheduler.groups})
+    store.claim(record, {"groups": asdict(record.scheduler)["groups"]})
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
     store.write_sessions(record, record.launches.values())

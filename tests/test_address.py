@@ -339,10 +339,10 @@ async def test_a_client_connects_again_after_the_record_could_not_be_read_for_a_
     async with scheduler() as first, scheduler() as second:
         lead_to(first, "moves")
         async with Client("cml://moves", asynchronous=True) as client:
-            folder.chmod(0o770)
+            folder.parent.chmod(0o770)
             await first.close()
             await holds(lambda: f"moves not connected: cannot read the record in {folder}" in caplog.text)
-            folder.chmod(0o700)
+            folder.parent.chmod(0o700)
             lead_to(second, "moves")
             await holds(lambda: client.scheduler_info().get("id") == second.id)
     assert "has ended" not in caplog.text

@@ -449,7 +449,7 @@ async def test_a_scheduler_that_is_busy_for_a_moment_is_no_problem_of_its_keeper
 async def test_a_record_that_cannot_be_written_is_told_once_and_written_later(it, caplog):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        folder = state_directory() / "lab"
+        folder = state_directory()
         folder.chmod(0o770)
         cluster.scale(2)
         await eventually(lambda: "Record of cluster lab not written" in caplog.text)
@@ -468,14 +468,14 @@ async def test_a_cluster_whose_record_cannot_be_read_while_its_scheduler_is_busy
         folder = state_directory() / "lab"
         it.files.stale = unreadable == "stale"
         if not it.files.stale:
-            folder.chmod(0o770)
+            folder.parent.chmod(0o770)
         heal = cut_off(cluster)
         await eventually(lambda: f"problem: cannot read the record in {folder}" in repr(cluster))
         await asyncio.sleep(100.0)
         assert cluster.status == Status.running
         heal()
         await eventually(lambda: is_connected(cluster))
-        folder.chmod(0o700)
+        folder.parent.chmod(0o700)
         it.files.stale = False
         cluster.scale(2)
         await eventually(lambda: stands(it, cluster, 2))

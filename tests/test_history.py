@@ -169,7 +169,7 @@ def dead_record(name="lab", ago=5 * HOUR, **scheduler):
     """Write the record of a cluster that ran for an hour, until `ago` seconds ago."""
     silent = time.time() - ago
     created = datetime.fromtimestamp(int(silent - HOUR), timezone.utc)
-    state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1", **scheduler)
+    state = SchedulerState(address="tcp://127.0.0.1:1", **scheduler)
     record = Record(name, maker=GONE, created=created, options={"platform": "local"}, scheduler=state)
     launched = sessions(**{"session-0": "scheduler", "session-1": f"{name}-0"})
     launched = {

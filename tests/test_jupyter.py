@@ -234,7 +234,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
         judge = liveness.judge
         monkeypatch.setattr(liveness, "judge", counted)
         monkeypatch.setattr(observers, "_RETRY", 3600.0)
-        write_record(Record("stale", scheduler=SchedulerState(address="tcp://127.0.0.1:9", id="Scheduler-1")))
+        write_record(Record("stale", scheduler=SchedulerState(address="tcp://127.0.0.1:9")))
         await left_over("alive")
         await eventually(lambda: len(sidebar._listed) == 1)
         assert [*sidebar._names.values()] == ["alive"]

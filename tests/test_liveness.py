@@ -62,7 +62,7 @@ def cluster(state, keys):
             sign.touch()
             now = sign.stat().st_mtime
             os.utime(sign, (now, now - silence))
-        scheduler = SchedulerState(address=address, id="Scheduler-1", session="s", **more)
+        scheduler = SchedulerState(address=address, session="s", **more)
         options = {"platform": "local"}
         return new_record(name, id=id, maker=maker, scheduler=scheduler, security=security, options=options)
 

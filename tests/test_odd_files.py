@@ -35,7 +35,7 @@ def lab(platform, monkeypatch):
     """The folder of a cluster that has died, next to an ended one, ``night``."""
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     gone = Maker("elsewhere", 1, 1.0, "gone")
-    scheduler = SchedulerState(address="tls://127.0.0.1:9", id="S", closed="idle for 60 s")
+    scheduler = SchedulerState(address="tls://127.0.0.1:9", closed="idle for 60 s")
     keys = {"tls_ca_file": "/missing"}
     options = {"platform": "local"}
     record = new_record("lab", maker=gone, scheduler=scheduler, security=keys, options=options)

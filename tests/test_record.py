@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.scheduler.board import WantedGroup
 
 # -- what the scheduler writes
 
-GROUPS = {"default": {"options": {}}, "gpu": {"options": {"nvidia_gpu": 1}, "target": 2}}
+GROUPS = {"default": WantedGroup(), "gpu": WantedGroup({"nvidia_gpu": 1}, 2)}
 
 
 def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
@@ -24,7 +25,6 @@ def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
         3,
         GROUPS,
         address="tls://10.0.0.1:8786",
-        id="Scheduler-1",
         session="abcdefgh12345678",
         app_url="https://a/",
         closed="idle for 60 s",
@@ -54,12 +54,10 @@ def test_unknown_fields_of_a_scheduler_are_ignored_and_missing_ones_allowed():
         "null",
         "[" * 100_000,
         '{"groups": {"default": {"options": {}, "target": NaN}}}',
-        {},
         {"groups": 3},
         {"groups": {"gpu": []}},
         {"groups": {"gpu": {"options": None}}},
         {"groups": {}, "address": 8786},
-        {"groups": {}, "id": ["x"]},
         {"groups": {}, "app_url": {}},
         {"groups": {}, "protocol": "2"},
         {"groups": {}, "protocol": True},
@@ -80,16 +78,6 @@ def test_an_invalid_session_id_of_a_scheduler_counts_as_unknown():
     """Otherwise it would get into calls of the platform."""
     content = {"groups": {}, "session": "../etc"}
     assert SchedulerState.from_json(0, json.dumps(content)).session is None
-
-
-@pytest.mark.parametrize(
-    "change", [{"pid": 0}, {"pid": "7"}, {"started": -1}, {"host": 3}, {"user": 3}, {"serves": 2}]
-)
-def test_an_invalid_maker_of_a_scheduler_is_unknown(change):
-    maker = dataclasses.asdict(Maker("host", 7, 1.5, None))
-    for content, known in (maker, True), ({**maker, **change}, False), ([], False):
-        state = SchedulerState.from_json(0, json.dumps({"groups": {}, "maker": content}))
-        assert (state.maker is not None) == known
 
 
 def test_a_value_of_a_scheduler_that_is_null_is_unknown():

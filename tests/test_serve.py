@@ -94,7 +94,7 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
 
 
 async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
-    state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1", closed="idle for 60 s")
+    state = SchedulerState(address="tcp://127.0.0.1:1", closed="idle for 60 s")
     write_record(Record("dead", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler=state))
     await server.until("dead", lambda cluster: cluster["status"] == "stale")
     [found] = (await server.get("/api/history"))["clusters"]
@@ -624,13 +624,13 @@ async def test_the_page_shows_a_cluster_whose_record_cannot_be_read_for_a_while(
     folder = state_directory() / "day"
     try:
         cluster = server.clusters.running("day")
-        folder.chmod(0o770)
+        folder.parent.chmod(0o770)
         await asyncio.sleep(4.0)
-        folder.chmod(0o700)
+        folder.parent.chmod(0o700)
         await asyncio.sleep(60.0)
         assert server.clusters.running("day") is cluster
     finally:
-        folder.chmod(0o700)
+        folder.parent.chmod(0o700)
         await server.request("DELETE", "/api/clusters/day")
 
 

@@ -77,26 +77,21 @@ def silence(record: Record) -> float | None:
         return None
 
 
-def spoke_lately(record: Record) -> bool:
-    """Return whether a scheduler of a cluster is known to have left a sign of life in the last two minutes.
+def spoke_lately(record: Record, if_unknown: bool = False) -> bool:
+    """Return whether a scheduler of a cluster has left a sign of life in the last two minutes. Blocks.
 
-    Blocks.
+    Parameters
+    ----------
+    record : Record
+        The cluster's record.
+    if_unknown : bool
+        What to return if the file system does not say.
     """
-    with contextlib.suppress(OSError):
+    try:
         silent = silence(record)
-        return silent is not None and silent < timing.silence
-    return False
-
-
-def is_silent(record: Record) -> bool:
-    """Return whether no scheduler of a cluster is known to have left a sign of life in the last two minutes.
-
-    Return False if the file system does not say. Blocks.
-    """
-    with contextlib.suppress(OSError):
-        silent = silence(record)
-        return silent is None or silent >= timing.silence
-    return False
+    except OSError:
+        return if_unknown
+    return silent is not None and silent < timing.silence
 
 
 def is_abandoned(record: Record, listing: Mapping[str, SessionInfo] | None = None) -> bool:
@@ -118,7 +113,7 @@ def is_abandoned(record: Record, listing: Mapping[str, SessionInfo] | None = Non
         listed = (listing or {}).get(launch.id)
         if launch.key == SCHEDULER and (listed is None or not has_ended(listed)):
             return False
-    return is_silent(record)
+    return not spoke_lately(record, if_unknown=True)
 
 
 async def judge(

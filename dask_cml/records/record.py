@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import socket
@@ -20,7 +19,7 @@ from msgspec import Meta
 from dask_cml.checks import is_session_id, seconds
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.scheduler.board import Letter
+from dask_cml.scheduler.board import Letter, WantedGroup
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.tls import ask
@@ -49,14 +48,6 @@ class _ReadOptions(TypedDict, total=False):
 
     platform: str | None
     log_directory: str | None
-
-
-class _WithOptions(TypedDict):
-    options: Mapping[str, Any]
-
-
-class _Group(_WithOptions, total=False):
-    adapt: Mapping[str, Any] | None
 
 
 def _this_second() -> datetime:
@@ -166,12 +157,10 @@ class SchedulerState:
     ----------
     number : int
         Its number in the cluster.
-    groups : mapping of str to mapping
-        The worker groups, see :class:`dask_cml.scheduler.board.WantedGroup`.
+    groups : mapping of str to WantedGroup
+        The worker groups.
     address : str or None
         Its address. None before it listens.
-    id : str or None
-        Its own id in Dask.
     session : str or None
         The id of its session.
     app_url : str or None
@@ -209,9 +198,8 @@ class SchedulerState:
     """
 
     number: int = 0
-    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
     address: str | None = None
-    id: str | None = None
     session: str | None = None
     app_url: str | None = None
     keeper: str | None = None
@@ -239,12 +227,9 @@ class SchedulerState:
         ValueError
             If the text is no such file.
         """
-        content = _loads(text)
-        validate(content.get("groups"), dict[str, _Group], "groups")
-        fields = {name: value for name, value in content.items() if value is not None and name != "maker"}
-        state = validate({**fields, "number": number}, cls, "state of a scheduler")
-        session = state.session if is_session_id(state.session) else None
-        return replace(state, session=session, maker=_maker(content.get("maker")))
+        content = {name: value for name, value in _loads(text).items() if value is not None}
+        state = validate({**content, "number": number}, cls, "state of a scheduler")
+        return state if is_session_id(state.session) else replace(state, session=None)
 
 
 @dataclass(frozen=True)
@@ -341,7 +326,7 @@ class Record:
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
         """The options of the worker groups by name, the default group first."""
-        others = {name: group["options"] for name, group in self.scheduler.groups.items()}
+        others = {name: group.options for name, group in self.scheduler.groups.items()}
         others.pop(DEFAULT_GROUP, None)  # which has the cluster's options
         return {DEFAULT_GROUP: self.options, **others}
 
@@ -356,13 +341,10 @@ class Record:
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:
         """The minimum and the maximum of the worker groups that adapt, by name."""
-        bounds = {}
-        for name, group in self.scheduler.groups.items():
-            adapt = group.get("adapt") or {}
-            minimum, maximum = adapt.get("minimum"), adapt.get("maximum")
-            if isinstance(minimum, int) and isinstance(maximum, int):
-                bounds[name] = (minimum, maximum)
-        return bounds
+        adapting = {name: group.adapt for name, group in self.scheduler.groups.items() if group.adapt}
+        return {
+            name: (limits.get("minimum", 0), limits.get("maximum", 0)) for name, limits in adapting.items()
+        }
 
     @property
     def ends(self) -> list[str]:
@@ -433,10 +415,3 @@ def _loads(text: str | bytes) -> dict[str, Any]:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"it contains {constant}")
-
-
-def _maker(content: Any) -> Maker | None:
-    """Return the maker that another process has written. Return None if it is invalid."""
-    with contextlib.suppress(ValueError):
-        return validate(content, Maker, "maker")
-    return None

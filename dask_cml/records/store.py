@@ -39,7 +39,6 @@ from dask_cml.layout import (
 )
 from dask_cml.options import state_directory
 from dask_cml.private_files import (
-    MOST_BYTES,
     NotPrivate,
     check_folder,
     is_gone,
@@ -94,8 +93,6 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     ------
     ClusterExists
         If a folder with this name exists.
-    CMLError
-        If the record exceeds a megabyte, so that no process would read it.
     ValueError
         If no cluster can have this name, or the state directory cannot be made.
     NotPrivate
@@ -111,8 +108,8 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     try:
         for name in (SESSIONS_FOLDER, STARTED_FOLDER, LOGS_FOLDER):
             make_folder(temporary / name)
-        write_file(temporary / RECORD_FILE, _encoded(record.to_json(), record.name))
-        write_file(temporary / board_file(0), _encoded(json.dumps(board), record.name))
+        write_file(temporary / RECORD_FILE, record.to_json().encode())
+        write_file(temporary / board_file(0), json.dumps(board).encode())
         os.rename(temporary, record.folder)  # replaces only an empty folder
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -121,16 +118,6 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sweep(directory)
-
-
-def _encoded(text: str, cluster: str) -> bytes:
-    content = text.encode()
-    if len(content) > MOST_BYTES:
-        raise CMLError(
-            f"the record of cluster {cluster!r} is too large: expected at most {MOST_BYTES} bytes, got "
-            f"{len(content)}; use shorter options"
-        )
-    return content
 
 
 def claim_scheduler(record: Record, number: int, board: Mapping[str, Any]) -> bool:
@@ -150,7 +137,7 @@ def claim_scheduler(record: Record, number: int, board: Mapping[str, Any]) -> bo
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    content = _encoded(json.dumps(board), record.name)
+    content = json.dumps(board).encode()
     claimed = False
 
     def write() -> None:

@@ -147,9 +147,9 @@ class Failover:
             if scheduler.is_listed if listing is None else scheduler.session_id in listing:
                 return None
         silent = time.monotonic() - self._link.heard
-        if silent <= timing.silence + timing.answer or not await asyncio.to_thread(
-            liveness.is_silent, record
-        ):
+        if silent <= timing.silence + timing.answer:
+            return None
+        if await asyncio.to_thread(liveness.spoke_lately, record, if_unknown=True):
             return None
         return f"its scheduler has been silent for {timing.silence:g} s"
 
