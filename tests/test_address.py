@@ -81,7 +81,7 @@ async def scheduler():
 def lead_to(running, name):
     """Have the record of a cluster say that its scheduler is this one."""
     record = store.read(name)
-    found = SchedulerState(address=running.address, id=running.id)
+    found = SchedulerState(address=running.address)
     write_scheduler(dataclasses.replace(record, scheduler=found), state_directory() / name)
 
 
