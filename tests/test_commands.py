@@ -20,7 +20,9 @@ from distributed.security import Security
 from dask_cml.layout import (
     CLIENT_NAME,
     EXPANDED,
+    FOLDER,
     LOGS_FOLDER,
+    NUMBER,
     RECORD_FILE,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
@@ -30,7 +32,7 @@ from dask_cml.layout import (
 )
 from dask_cml.options import Options
 from dask_cml.sessions.entry import Launch, file_name, parse
-from dask_cml.sessions.plan import PRELOAD, WITHOUT_RECORD, Place, plan_scheduler, plan_worker
+from dask_cml.sessions.plan import PRELOAD, Place, plan_scheduler, plan_worker
 
 #: Text that shells, format strings and IPython each read something into.
 NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
@@ -483,7 +485,8 @@ def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
 def test_a_scheduler_without_a_record_writes_the_file_that_its_workers_read(tmp_path):
     plan = plan_scheduler(read(), Place(tmp_path), "0.0.0.0", 8786)
     assert values(argv(plan), "--scheduler-file") == [str(tmp_path / scheduler_file(0))]
-    assert values(argv(plan), "--preload") == [WITHOUT_RECORD]
+    assert values(argv(plan), "--preload") == [PRELOAD]
+    assert not {FOLDER, NUMBER} & plan.env.keys()
 
 
 @pytest.mark.parametrize("configured", ["theirs", ["theirs"]])

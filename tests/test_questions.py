@@ -1,4 +1,4 @@
-"""What a scheduler without a record answers to the process that keeps its cluster."""
+"""What a scheduler answers to the process that keeps its cluster."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import asyncio
 import pytest
 from distributed import Client, Scheduler, Worker
 from distributed.core import rpc
+from schedulers import prepare, scheduler_in
 
 from dask_cml import protocol
-from dask_cml.layout import CLUSTER
-from dask_cml.scheduler.questions import NAME, WorkerQuestions
-from dask_cml.sessions.plan import WITHOUT_RECORD
+from dask_cml.sessions.plan import PRELOAD
 
 WITHOUT_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
 @pytest.fixture
-async def scheduler(monkeypatch):
-    monkeypatch.setenv(CLUSTER, "mine")
-    async with Scheduler(port=0, preload=[WITHOUT_RECORD], **WITHOUT_DASHBOARD) as running:
+async def scheduler(tmp_path):
+    async with scheduler_in(prepare(tmp_path / "mine")) as running:
         yield running
 
 
@@ -31,15 +29,6 @@ async def comm(scheduler):
 
 def worker(scheduler, name):
     return Worker(scheduler.address, name=name, nthreads=1, **WITHOUT_DASHBOARD)
-
-
-async def test_it_starts_once(scheduler):
-    """Dask starts what a preload module has registered once more."""
-    plugin = scheduler.plugins[NAME]
-    assert isinstance(plugin, WorkerQuestions)
-    before = plugin._periodic
-    await plugin.start(scheduler)
-    assert plugin._periodic is before
 
 
 async def test_it_counts_the_sessions_of_its_cluster(scheduler, comm):
@@ -94,6 +83,20 @@ async def test_a_worker_whose_session_gets_notice_moves_its_data(scheduler, comm
         assert last["mine-0"]["noticed"] is True
         events = [event["action"] for _, event in await client.get_events(protocol.TOPIC)]
     assert events == ["connected", "connected", "evicted"]
+
+
+async def test_without_a_record_a_worker_whose_session_gets_notice_moves_its_data_too():
+    async with (
+        Scheduler(port=0, preload=[PRELOAD], **WITHOUT_DASHBOARD) as running,
+        worker(running, "mine-0") as first,
+        Client(running.address, asynchronous=True) as client,
+        rpc(running.address) as comm,
+    ):
+        futures = await client.scatter([1, 2, 3])
+        async with worker(running, "mine-1"):
+            await comm.cml_notice(names=["mine-0", "gone"])
+            await asyncio.wait_for(first.finished(), 60)
+            assert await client.gather(futures) == [1, 2, 3]
 
 
 async def test_an_invalid_question_is_refused_in_words(comm):

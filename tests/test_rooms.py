@@ -27,9 +27,6 @@ ROOMS = {
 ORDER = ["core", *reversed(ROOMS)]
 #: The one import that points up: ``CMLCluster._share`` attaches sharing to a cluster.
 ATTACHES = ("dask_cml.cluster", "dask_cml.sharing.sharing")
-#: What a scheduler without a record runs. It answers the core, and needs nothing of sharing but these.
-WITHOUT_RECORD = "dask_cml.scheduler.questions"
-ANSWERS = {"questions", "balance", "dashboard_guard", "demand", "health", "last_state", "messages"}
 #: The most methods of a class. This number may only become smaller.
 MOST_METHODS = 68
 #: The most modules and lines of code that ``import dask_cml.cluster`` loads, without comments and docstrings.
@@ -154,11 +151,6 @@ def test_no_packages_import_each_other():
             imported.add((module.split(".")[1], other.split(".")[1]))
     both = {(one, other) for one, other in imported if one < other and (other, one) in imported}
     assert sorted(pair for pair in both if packages.issuperset(pair)) == []
-
-
-def test_what_answers_the_core_needs_no_record():
-    parts = {name for name in closure(WITHOUT_RECORD) if room_of(name) == "sharing"}
-    assert parts == {f"dask_cml.scheduler.{name}" for name in ANSWERS}
 
 
 def test_the_core_is_small_enough_to_be_read():

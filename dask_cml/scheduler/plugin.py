@@ -1,6 +1,6 @@
 """The scheduler plugin of a shared cluster: holds its board, and ends a cluster that nobody uses.
 
-Each scheduler with a record preloads it, see :func:`dask_setup`.
+Each scheduler preloads it, see :func:`dask_setup`.
 """
 
 from __future__ import annotations
@@ -521,6 +521,11 @@ async def dask_setup(scheduler: Scheduler) -> None:
     limit_handshakes()
     find_modules()
     foreign_sockets = dashboard_guard.protect(scheduler)
+    if FOLDER not in os.environ:  # without a record: dask_utils has launched it, and nobody watches it
+        scheduler.handlers[protocol.NOTICE] = lambda names: scheduler.retire_workers(
+            names=names, close_workers=True
+        )
+        return
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), foreign_sockets)
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -1,13 +1,9 @@
-"""The questions of the process that keeps a cluster: about the Dask workers of a scheduler, and its work.
-
-All schedulers answer them. One without a record preloads this module, see :func:`dask_setup`.
-"""
+"""The questions of the process that keeps a cluster: about the Dask workers of a scheduler, and its work."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Collection
 from typing import Any
@@ -19,11 +15,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, within
-from dask_cml.handshake import limit_handshakes
-from dask_cml.inheritance import find_modules
-from dask_cml.layout import CLUSTER
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health
@@ -204,12 +196,3 @@ class WorkerQuestions(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """Note what nannies say of their workers."""
         self.health.note_event(topic, msg)
-
-
-async def dask_setup(scheduler: Scheduler) -> None:
-    """Install the plugin in a scheduler without a record, for ``dask scheduler --preload``."""
-    limit_handshakes()
-    find_modules()
-    dashboard_guard.protect(scheduler)
-    plugin = WorkerQuestions(os.environ.get(CLUSTER, ""))
-    await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

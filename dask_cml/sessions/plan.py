@@ -42,8 +42,6 @@ from dask_cml.sessions.here import GANG, NO_GANG
 from dask_cml.sessions.session_logs import log_path
 
 PRELOAD = "dask_cml.scheduler.plugin"
-#: What a scheduler without a record preloads.
-WITHOUT_RECORD = "dask_cml.scheduler.questions"
 #: The share of the scratch space that Dask workers may fill, and the variable that tells them.
 _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 #: The variable that tells Dask workers where to spill.
@@ -146,14 +144,11 @@ def plan_scheduler(
         session["dashboard_variable"] = DASHBOARD_PORT
     else:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
-    arguments += tls.arguments(place.security, "scheduler")
+    arguments += [*tls.arguments(place.security, "scheduler"), *_preloads("scheduler", "--preload", PRELOAD)]
     env = {HOSTS: ",".join(setting("forward-hosts")), **options.env}
     if place.record is None:
-        arguments += _preloads("scheduler", "--preload", WITHOUT_RECORD)
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
-        env |= {CLUSTER: options.name}
     else:
-        arguments += _preloads("scheduler", "--preload", PRELOAD)
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}
     words = options.scheduler_args
     return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, words, env, session)

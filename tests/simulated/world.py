@@ -21,7 +21,7 @@ from dask_cml import cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.records import entries, liveness, operations, record, store
-from dask_cml.scheduler import lifetime, plugin, questions, state_file
+from dask_cml.scheduler import lifetime, plugin, state_file
 from dask_cml.scheduler import resident as residents
 from dask_cml.serve import clusters
 from dask_cml.sessions import calls, here
@@ -166,7 +166,7 @@ def _patched(it: World) -> contextlib.ExitStack:
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
         *((module, "os", files) for module in (lifetime, here, plugin, private_files, entries, ending)),
-        *((module, "os", files) for module in (ending, questions, state_file, store, wrapper)),
+        *((module, "os", files) for module in (ending, state_file, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "os", files),
         (record, "psutil", table),
