@@ -369,8 +369,11 @@ def _safely(path: str, flags: int) -> int:
 
 
 def _create(path: str, content: str = "") -> None:
-    with open(path, "xb", buffering=0, opener=_safely) as file:
-        file.write(content.encode())
+    descriptor = _safely(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        os.write(descriptor, content.encode())  # in one step: its time says when the session has started
+    finally:
+        os.close(descriptor)
 
 
 def _handle_sigterm(

@@ -284,7 +284,7 @@ def test_only_the_newest_clusters_are_kept(state):
 def test_clusters_are_kept_for_a_limited_number_of_days(state):
     with dask.config.set({"cml.history.days": 7}):
         remembered("old", ago=8 * 24 * HOUR)
-        leftover = state / ".history" / ".half-written"
+        leftover = state / ".history" / ".0123456789abcdef.json-half"
         leftover.touch(0o600)
         os.utime(leftover, (1, 1))
         remembered("young", ago=6 * 24 * HOUR)

@@ -265,35 +265,17 @@ def _most_bytes_of_logs() -> int:
 
 
 def _forget(folder: Path, keep: int, oldest: float) -> None:
-    """Remove all but the newest clusters, and all but the newest logs."""
-    try:
-        with os.scandir(folder) as entries:
-            files = [(entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)) for entry in entries]
-    except FileNotFoundError:  # there is no history
-        return
-    files.sort(reverse=True)
-    kept: set[str] = set()
-    for written, path in files:
-        if path.is_dir():
-            continue
-        if len(kept) < keep and written >= oldest:
-            kept.add(path.stem)
-        else:
-            with contextlib.suppress(OSError):  # another process removes it, too
-                path.unlink()
+    """Remove all but the newest clusters and logs, and what crashed processes have left behind."""
     left = _most_bytes_of_logs()
-    for _, path in files:
-        if path.is_dir():
-            left -= _size(path)
-            if left < 0 or path.name not in kept:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-    return 0
+    with contextlib.suppress(OSError):  # another process removes them, too
+        files = sorted(((file.stat().st_mtime, file) for file in folder.glob(f"*{_SUFFIX}*")), reverse=True)
+        for n, (written, file) in enumerate(files):
+            logs, is_kept = file.with_suffix(""), n < keep and written >= oldest
+            left -= sum(log.stat().st_size for log in logs.glob("*"))
+            if left < 0 or not is_kept:
+                shutil.rmtree(logs, ignore_errors=True)
+            if not is_kept:
+                file.unlink()
 
 
 def why_ended(record_id: str) -> str | None:

@@ -234,7 +234,8 @@ async def _end_all(
         async with at_once:
             try:
                 if record.name in answering:
-                    await _say_goodbye(record, why)
+                    with contextlib.suppress(Exception):  # of Dask, which varies: its workers may be frozen
+                        await record.ask_scheduler("terminate", _GOODBYE_TIMEOUT, reason=why)
                 api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
                 await api.close(lambda: stop_and_remove(record, api, why))
             except CMLError as error:
@@ -245,13 +246,6 @@ async def _end_all(
 
     results = await asyncio.gather(*map(attempt, records))
     return {record.name: result for record, result in zip(records, results, strict=True)}
-
-
-async def _say_goodbye(record: Record, why: str) -> None:
-    try:
-        await record.ask_scheduler("terminate", _GOODBYE_TIMEOUT, reason=why)
-    except Exception as error:  # of Dask, which varies: its workers may be frozen
-        logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 
 
 def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:

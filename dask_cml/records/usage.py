@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypedDict
 
@@ -13,7 +13,6 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import SessionSize, setting
 from dask_cml.records.record import Record
-from dask_cml.sessions.entry import Launch
 from dask_cml.validation import validate
 from dask_cml.words import printable, table
 
@@ -139,28 +138,6 @@ def read_usage(content: Any) -> Usage:
     return usage
 
 
-def _sum(launches: Iterable[Launch], cluster: str, now: float) -> dict[str, SessionHours]:
-    """Return the usage of sessions by group. Their sizes may be unknown.
-
-    A cluster may have tens of thousands of sessions, and few sizes.
-    """
-    n: Counter[tuple[str, SessionSize]] = Counter()
-    hours: dict[tuple[str, SessionSize], float] = defaultdict(float)
-    lost: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for launch in launches:
-        group = SCHEDULER if launch.key == SCHEDULER else launch.worker_group(cluster)
-        kind = group, launch.size or _UNKNOWN
-        n[kind] += 1
-        hours[kind] += max(0.0, launch.seconds(now)) / 3600
-        if launch.cause:
-            lost[group][launch.cause] += 1
-    used: dict[str, SessionHours] = {}
-    for (group, size), time in hours.items():
-        part = SessionHours(n[group, size], time, time * size.cpu, time * size.memory, time * size.nvidia_gpu)
-        used[group] = used.get(group, SessionHours()) + part
-    return {group: replace(part, lost=dict(lost[group])) for group, part in used.items()}
-
-
 def usage_of(record: Record, now: float) -> Usage:
     """Return the usage of a cluster.
 
@@ -174,6 +151,12 @@ def usage_of(record: Record, now: float) -> Usage:
     now : float
         The current time, in seconds since 1970.
     """
-    used = _sum({**record.launches, **record.ended}.values(), record.name, now)
+    used: dict[str, SessionHours] = {}
+    for launch in {**record.launches, **record.ended}.values():
+        group = SCHEDULER if launch.key == SCHEDULER else launch.worker_group(record.name)
+        hours, size = max(0.0, launch.seconds(now)) / 3600, launch.size or _UNKNOWN
+        amounts = hours * size.cpu, hours * size.memory, hours * size.nvidia_gpu
+        lost = {launch.cause: 1} if launch.cause else {}
+        used[group] = used.get(group, SessionHours()) + SessionHours(1, hours, *amounts, lost)
     order = sorted(used, key=lambda group: (group != SCHEDULER, group != DEFAULT_GROUP, group))
     return Usage({group: used[group] for group in order})
