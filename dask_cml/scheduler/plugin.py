@@ -19,7 +19,6 @@ from typing import Any
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
 from distributed.core import Status
-from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import Scheduler, WorkerState
 from tornado.ioloop import PeriodicCallback
 
@@ -32,10 +31,11 @@ from dask_cml.naming import DEFAULT_GROUP, session_of
 from dask_cml.protocol import USERS, Rank
 from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.activity import Activity
+from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, Request
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import Events, Names, Number, Options, Seconds, Text, Watcher, checked
-from dask_cml.scheduler.questions import NAME, WorkerQuestions
+from dask_cml.scheduler.questions import WorkerQuestions
 from dask_cml.scheduler.resident import Resident
 from dask_cml.scheduler.state_file import REPLACED, SignOfLife, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
@@ -45,13 +45,14 @@ from dask_cml.validation import validate
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
+NAME = "dask-cml"
 #: Maximum number of failed tasks that are remembered, and of characters for one.
 _MOST_FAILURES, _LONGEST_FAILURE = 5, 200
 _WORKERS_DIED = "the workers that ran it died"
 
 
-class CMLSchedulerPlugin(SchedulerPlugin):
-    """Holds the board of one cluster.
+class CMLSchedulerPlugin(WorkerQuestions):
+    """Holds the board of one cluster, and moves tasks away from workers that cannot run them.
 
     Parameters
     ----------
@@ -69,6 +70,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def __init__(
         self, folder: Path, number: int = 0, foreign_sockets: dashboard_guard.ForeignSockets | None = None
     ) -> None:
+        super().__init__()
         self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
         self._sign_of_life = SignOfLife(self._file)
@@ -78,13 +80,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._serves_dashboard = True
         #: Set at the next change of the board.
         self._changed = asyncio.Event()
-        #: Counts the Dask workers that have connected or left, also as far as watchers know.
-        self._moves = self._known_moves = 0
-        self._problem: str | None = None
-        self._without_gpus: str | None = None
+        #: Counts the Dask workers that have connected or left.
+        self._moves = 0
         #: Since when no task has waited or run, and what watchers know of that. Monotonic times.
         self._idle_since: float | None = None
         self._known_idle_since: float | None = None
+        #: All that watchers know of the Dask workers.
+        self._known: tuple[Any, ...] = (None, None, 0, None)
         #: Since when tasks have waited without a worker, and no process of a user could launch one.
         self._waiting_since: float | None = None
         #: The term in which the last report came, and how many events were reported in it.
@@ -120,9 +122,14 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._restarts = int(begin.get("restarts", 0))
         self._activity = validate(begin.get("activity", {}), Activity, "activity")
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
-        self._questions = WorkerQuestions(self._cluster)
-        await self._questions.start(scheduler)
         scheduler.handlers |= {
+            "scatter": self.scatter,
+            "subscribe_worker_status": self.subscribe_worker_status,
+            "terminate": self.terminate,
+            protocol.DEMAND: self.demand,
+            protocol.HELD: self.held,
+            protocol.LAST: self.last,
+            protocol.ABANDONED: self.abandoned,
             protocol.HELLO: self.hello,
             protocol.WATCH: self.watch,
             protocol.POST: self.post,
@@ -130,10 +137,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.REPORT: self.report,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
-            "terminate": self.terminate,
         }
         await self._file.save(self._state())
-        checks = (self._check_watchers, self._check_workers)
+        checks = [self._check_watchers, self._check_workers]
+        checks += [functools.partial(move, scheduler) for move in (balance, unload_full_workers)]
         self._periodic = [PeriodicCallback(check, timing.scheduler_look * 1000) for check in checks]
         self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))
         self._note_activity()
@@ -158,8 +165,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._sign_of_life.end()
         for callback in self._periodic:
             callback.stop()
-        await cancel(self._writing)
-        await self._questions.close()
+        await cancel(self._writing, *self._retiring)
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
             await unless_stale(functools.partial(self._file.write, self._state()))
@@ -197,8 +203,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
             "problem": self._board.report.get("problem")
-            or self._problem
-            or self._without_gpus
+            or self.health.problem
+            or self.health.without_gpus
             or self._resident.problem,
             "idle": _time_since(self._idle_since),
         }
@@ -368,12 +374,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             board["report"] = {}
         return {
             **board,
-            "leaving": [*self._questions.leaving],
+            "leaving": [*self.leaving],
             "lives_on": self._lives_on,
             "moves": self._moves,
-            "problem": self._problem,
-            "without_gpus": self._without_gpus,
-            "restarts": self._questions.health.restarts_to_json(),
+            "problem": self.health.problem,
+            "without_gpus": self.health.without_gpus,
+            "restarts": self.health.restarts_to_json(),
             "idle": _time_since(self._known_idle_since),
             "tasks_done": self._tasks_done(),
             "app_url": self._app_url,
@@ -391,7 +397,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     @checked
     def notice(self, names: Names) -> None:
         """Let Dask workers leave whose session the platform is about to stop, and tell the watchers."""
-        self._questions.leave(names)
+        self.leave(names)
         self._board.touch()
         self._publish()
 
@@ -442,25 +448,24 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _waits_in_vain(self, now: float) -> bool:
         """Return whether tasks have waited for the idle time-out, and no worker is here or about to come."""
-        is_idle, sessions = self._idle_since is not None, self._board.report.get("sessions", ())
-        is_kept = self._board.keeper is not None
-        launched = is_kept and any(session.get("role") == "worker" for session in sessions)
-        has_user = self._watchers.has_user
-        has_help = launched or has_user or self._scheduler.workers
-        if is_idle or has_help or not self._scheduler.idle_timeout:
+        is_idle, timeout = self._idle_since is not None, self._scheduler.idle_timeout
+        sessions = () if self._board.keeper is None else self._board.report.get("sessions", ())
+        launched = any(session.get("role") == "worker" for session in sessions)
+        has_help = launched or self._watchers.has_user or self._scheduler.workers
+        if is_idle or has_help or not timeout:
             self._waiting_since = None
             return False
         if self._waiting_since is None:
             self._waiting_since = now
-        return now - self._waiting_since >= self._scheduler.idle_timeout
+        return now - self._waiting_since >= timeout
 
     def _check_workers(self) -> None:
         """Tell watchers what is wrong with the Dask workers, and whether any have connected or left."""
-        health = self._questions.health
-        health.look(self._scheduler.workers.values(), time.monotonic())
-        news = (health.problem, health.without_gpus, self._moves, self._find_idle_time())
-        if news != (self._problem, self._without_gpus, self._known_moves, self._known_idle_since):
-            self._problem, self._without_gpus, self._known_moves, self._known_idle_since = news
+        self.health.look(self._scheduler.workers.values(), time.monotonic())
+        self._known_idle_since = self._find_idle_time()
+        news = (self.health.problem, self.health.without_gpus, self._moves, self._known_idle_since)
+        if news != self._known:
+            self._known = news
             self._board.touch()
             self._publish()
 
@@ -487,7 +492,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._activity.failures = [line[:_LONGEST_FAILURE] for line in lines]
 
     def _shut_down(self, reason: str, *, is_over: bool = True) -> None:
-        self._questions.rest()
         for callback in self._periodic:
             callback.stop()
         self._closing = asyncio.create_task(self._lifetime.end(reason, is_over=is_over))
@@ -497,18 +501,14 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note a Dask worker that has connected."""
         self._moves += 1
-        self._questions.add_worker(scheduler, worker)
+        super().add_worker(scheduler, worker)
         if not self._activity.most_workers:
             self._note_activity()  # the cluster may end before the next look
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Note a Dask worker that has left."""
         self._moves += 1
-        self._questions.remove_worker(scheduler, worker)
-
-    def log_event(self, topic: str, msg: Any) -> None:
-        """Note what nannies say of their workers."""
-        self._questions.log_event(topic, msg)
+        super().remove_worker(scheduler, worker)
 
 
 def _time_since(begin: float | None) -> float | None:

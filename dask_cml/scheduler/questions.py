@@ -11,12 +11,10 @@ from typing import Any
 from distributed.comm.core import Comm
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import Scheduler, WorkerState, WorkerStatusPlugin
-from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
-from dask_cml.cancellation import cancel, within
+from dask_cml.cancellation import within
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health
 from dask_cml.scheduler.last_state import last_state
@@ -26,16 +24,9 @@ from dask_cml.timing import timing
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
-NAME = "dask-cml"
-
 
 class WorkerQuestions(SchedulerPlugin):
-    """Knows the Dask workers of one scheduler, and moves tasks away from those that cannot run them.
-
-    Parameters
-    ----------
-    cluster : str
-        The cluster's name.
+    """Knows the Dask workers of one scheduler. The plugin, which starts later, adds the handlers.
 
     Attributes
     ----------
@@ -45,49 +36,17 @@ class WorkerQuestions(SchedulerPlugin):
         The names of Dask workers whose session the platform is about to stop.
     """
 
-    name = NAME
-    idempotent = True
+    _scheduler: Scheduler
+    #: The cluster's name.
+    _cluster: str
 
-    def __init__(self, cluster: str) -> None:
+    def __init__(self) -> None:
         self.health = Health()
         self.leaving: list[str] = []
-        self._cluster = cluster
         #: The number of calls of `Client.scatter` under way, to any worker.
         self._scatters = 0
-        self._has_started = False
         self._states: dict[str, WorkerState] = {}
         self._retiring: set[asyncio.Future[Any]] = set()
-
-    async def start(self, scheduler: Scheduler) -> None:
-        """Add the handlers to the scheduler, and begin to move tasks."""
-        # Scheduler.start_unsafe (scheduler.py:4471) starts once more what a preload module has registered.
-        if self._has_started:
-            return
-        self._has_started = True
-        self._scheduler = scheduler
-        scheduler.handlers |= {
-            "scatter": self.scatter,
-            protocol.DEMAND: self.demand,
-            protocol.HELD: self.held,
-            protocol.LAST: self.last,
-            protocol.ABANDONED: self.abandoned,
-            protocol.NOTICE: self.notice,
-            "subscribe_worker_status": self.subscribe_worker_status,
-        }
-        moves = (lambda: balance(scheduler), lambda: unload_full_workers(scheduler))
-        self._periodic = [PeriodicCallback(move, timing.scheduler_look * 1000) for move in moves]
-        for callback in self._periodic:
-            callback.start()
-
-    async def close(self) -> None:
-        """Stop all tasks when the scheduler closes."""
-        self.rest()
-        await cancel(*self._retiring)
-
-    def rest(self) -> None:
-        """Move no more tasks."""
-        for callback in self._periodic:
-            callback.stop()
 
     async def scatter(self, **arguments: Any) -> Any:
         """Send data of a client to workers, and count the call: Scheduler.scatter may wait for a worker."""
@@ -146,11 +105,6 @@ class WorkerQuestions(SchedulerPlugin):
         return self._scheduler.subscribe_worker_status(comm)
 
     # -- Dask workers that leave
-
-    @checked
-    def notice(self, names: Names) -> None:
-        """Let Dask workers leave whose session the platform is about to stop."""
-        self.leave(names)
 
     def leave(self, names: Collection[str]) -> None:
         """Move the data of Dask workers, and close them.
