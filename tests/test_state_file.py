@@ -20,7 +20,7 @@ from dask_cml.layout import board_file, scheduler_file, scheduler_number
 from dask_cml.private_files import NotPrivate
 from dask_cml.records import liveness
 from dask_cml.scheduler import state_file
-from dask_cml.scheduler.state_file import SignOfLife, StateFile
+from dask_cml.scheduler.state_file import StateFile
 from dask_cml.timing import timing
 
 
@@ -266,12 +266,11 @@ async def test_signs_of_life_go_on_after_errors(folder, monkeypatch, holds):
         dates.append(1)
 
     monkeypatch.setattr(file, "date", date)
-    sign = SignOfLife(file)
-    sign.begin()
+    file.live()
     try:
         await holds(lambda: len(dates) == 2)
     finally:
-        sign.end()
+        file.end()
 
 
 def test_the_sign_of_life_is_the_age_of_the_last_schedulers_file(folder):

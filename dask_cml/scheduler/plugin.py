@@ -37,7 +37,7 @@ from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import Events, Names, Number, Options, Seconds, Text, Watcher, checked
 from dask_cml.scheduler.questions import WorkerQuestions
 from dask_cml.scheduler.resident import Resident
-from dask_cml.scheduler.state_file import REPLACED, SignOfLife, StateFile, unless_stale
+from dask_cml.scheduler.state_file import REPLACED, StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
 from dask_cml.timing import timing
 from dask_cml.validation import validate
@@ -73,7 +73,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         super().__init__()
         self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
-        self._sign_of_life = SignOfLife(self._file)
         self._has_started = False
         #: Whether the dashboard listens at the port that the platform serves. If the port was taken, Dask has
         #: chosen another one, and the platform's URL leads to what another program serves.
@@ -147,7 +146,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         for callback in self._periodic:
             callback.start()
         self._writing = asyncio.create_task(self._keep_file())
-        self._sign_of_life.begin()
+        self._file.live()
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself, and tell the clients if the cluster ends."""
@@ -162,7 +161,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
-        self._sign_of_life.end()
+        self._file.end()
         for callback in self._periodic:
             callback.stop()
         await cancel(self._writing, *self._retiring)

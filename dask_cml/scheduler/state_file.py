@@ -50,7 +50,10 @@ class StateFile:
     def __init__(self, folder: Path, number: int) -> None:
         self.folder = folder
         self.number = number
+        self._board, self._file = folder / board_file(number), folder / scheduler_file(number)
         self._changed = asyncio.Event()
+        #: Set when the thread is to give no more signs of life.
+        self._ended = threading.Event()
         self._gone_since: float | None = None
         #: The file with which the scheduler began. Another cluster of this name has another file.
         self._begun: bytes | None = None
@@ -63,7 +66,7 @@ class StateFile:
         OSError, ValueError
             If the file cannot be read.
         """
-        self._begun = read_file(self.folder / board_file(self.number))
+        self._begun = read_file(self._board)
         content: Mapping[str, Any] = json.loads(self._begun)
         return content
 
@@ -79,12 +82,12 @@ class StateFile:
         content : callable
             Returns the content, for JSON.
         """
-        while True:
+        why = None
+        while why is None:
             await asyncio.sleep(_REST)
             await wait_until_set(self._changed, timing.sign_of_life)
             why = await self.save(content())
-            if why is not None:
-                return why
+        return why
 
     async def save(self, content: Mapping[str, Any]) -> str | None:
         """Write the file. Return why the scheduler must close, or None. Log errors: :meth:`run` tries again.
@@ -100,7 +103,7 @@ class StateFile:
             return why
         except (FileNotFoundError, NotADirectoryError):
             self._changed.set()
-            if not await asyncio.to_thread(self._is_gone):
+            if not await asyncio.to_thread(is_gone, self._board):
                 self._gone_since = None
             elif self._gone_since is None:
                 self._gone_since = time.monotonic()
@@ -114,61 +117,33 @@ class StateFile:
     def write(self, content: Mapping[str, Any]) -> str | None:
         """Replace the file atomically. Return why the scheduler must close, or None. Blocks."""
         names = os.listdir(self.folder)
-        if self._begun is not None and read_file(self.folder / board_file(self.number)) != self._begun:
+        if self._begun is not None and read_file(self._board) != self._begun:
             return "another cluster has its name"
-        write_file(self.folder / scheduler_file(self.number), json.dumps(content).encode())
+        write_file(self._file, json.dumps(content).encode())
         return REPLACED if board_file(self.number + 1) in names else None
 
-    def date(self) -> None:
-        """Date the file now, if it still is the file of this scheduler and of its cluster. Blocks.
+    def live(self) -> None:
+        """Date the file regularly in a thread, also while the event loop is busy, until :meth:`end`.
 
-        Any thread may call it.
+        Code in C that keeps the interpreter's lock stops the thread, too.
         """
-        if self._begun is not None and read_file(self.folder / board_file(self.number)) == self._begun:
-            os.utime(self.folder / scheduler_file(self.number))
-
-    def _is_gone(self) -> bool:
-        """Return whether the folder is gone, or belongs to another cluster, if it can be listed. Blocks."""
-        if is_gone(self.folder):
-            return True
-        try:
-            return board_file(self.number) not in os.listdir(self.folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:
-            return False
-
-
-class SignOfLife:
-    """Dates the scheduler's file regularly in a thread, also while the event loop is busy.
-
-    Code in C that keeps the interpreter's lock stops the thread, too.
-
-    Parameters
-    ----------
-    file : StateFile
-        The scheduler's file.
-    """
-
-    def __init__(self, file: StateFile) -> None:
-        self._file = file
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dask-cml-sign-of-life", daemon=True)
-
-    def begin(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        threading.Thread(target=self._live, name="dask-cml-sign-of-life", daemon=True).start()
 
     def end(self) -> None:
         """End the thread soon. A file system that does not answer may hold it, so do not wait."""
         self._ended.set()
 
-    def _run(self) -> None:
+    def _live(self) -> None:
         while not self._ended.wait(timing.sign_of_life):
             try:
-                self._file.date()
+                self.date()
             except (OSError, ValueError) as error:  # the event loop says why the file is not written
                 logger.debug("Sign of life not given: %s", error)
+
+    def date(self) -> None:
+        """Date the file now, if it still is the file of this scheduler and of its cluster. Blocks."""
+        if self._begun is not None and read_file(self._board) == self._begun:
+            os.utime(self._file)
 
 
 async def unless_stale(action: Callable[[], T]) -> T:
