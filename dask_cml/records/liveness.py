@@ -159,42 +159,28 @@ async def judge(
     try:
         if looks:
             await asyncio.wait(looks.values(), timeout=_PROMPT)
-        doubtful = [record for record in records if _is_in_doubt(record, looks[record.name])]
+        running = [record for record in records if record.scheduler.closed is None]
+        doubtful = [record for record in running if not _is_known(looks[record.name])]
         listing = await _list(doubtful, timeout, api)
-        findings = {record.name: await _finding(record, looks[record.name], listing) for record in records}
+        return {record.name: await _judge(record, looks[record.name], listing) for record in records}
     finally:
         await cancel(*looks.values())
-    for record in records:
-        finding = findings[record.name]
-        if finding.state is State.UNKNOWN:
-            findings[record.name] = await asyncio.to_thread(_judge_silent, record, finding.why, listing)
-    return findings
 
 
-def _is_in_doubt(record: Record, look: asyncio.Task[Finding]) -> bool:
-    """Return whether the platform may know more: a look has not ended, or has found out nothing."""
-    is_closed = record.scheduler.closed is not None
-    return not is_closed and (not look.done() or look.result().state is State.UNKNOWN)
+def _is_known(look: asyncio.Task[Finding]) -> bool:
+    """Return whether a look has found out whether a cluster is alive or dead."""
+    return look.done() and look.result().state is not State.UNKNOWN
 
 
-async def _finding(
-    record: Record, look: asyncio.Task[Finding], listing: Mapping[str, SessionInfo]
-) -> Finding:
-    """Return what a look finds. It does not wait for a scheduler whose session the platform lists as ended.
-
-    Dask repeats a connection that is refused until its time is over.
-    """
-    session = listing.get(record.scheduler.session or "")
-    if session is not None and has_ended(session) and not look.done():
-        return Finding(State.UNKNOWN, "its scheduler does not answer")
-    return await look
-
-
-def _judge_silent(record: Record, why: str, listing: Mapping[str, SessionInfo]) -> Finding:
-    """Judge a cluster whose scheduler does not answer. Blocks."""
-    dead = _why_dead(record, listing)
+async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[str, SessionInfo]) -> Finding:
+    """Judge a cluster. Do not wait for a scheduler that has ended by proof: Dask repeats its connection."""
+    if _is_known(look):
+        return look.result()
+    dead = await asyncio.to_thread(_why_dead, record, listing)
     if dead is None:
-        return Finding(State.UNKNOWN, _silence_words(record) or why)
+        finding = await look
+        words = await asyncio.to_thread(_silence_words, record)
+        return Finding(finding.state, words or finding.why) if finding.state is State.UNKNOWN else finding
     # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
     if record.launcher.lives() and record.scheduler.manager != WHO:
         return Finding(State.UNKNOWN, f"{dead}, but its creator still runs, process {record.launcher.pid}")
