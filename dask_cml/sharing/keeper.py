@@ -132,7 +132,7 @@ class Keeper:
             shortages=view.shortages,
             staying=view.staying,
             not_stopped=view.not_stopped,
-            is_barred=bool(view.shortages) and not cluster.api.launched,
+            is_barred=bool(view.shortages) and all(worker.adopted for worker in processes.workers()),
             app_url=self._app_url,
         )
 

@@ -71,6 +71,7 @@ class Episode:
         self.schedule, self.world, self.platform = schedule, world, world.platform
         self.actors: dict[str, Actor] = {}
         self.commands = 0
+        self._may_only_notebooks_launch = False
         self.outcome = Outcome()
         self.log = CapturedLog(self.outcome.story)
         self._later: list[asyncio.Task[None]] = []
@@ -305,6 +306,7 @@ class Episode:
 
     def _forbid_launches(self) -> None:
         """Let no session launch others that was launched itself, from now on."""
+        self._may_only_notebooks_launch = True
         self.platform.may_launch = lambda caller: caller not in self.platform.all
 
     def _outage(self, seconds: float, refuses: bool) -> None:
@@ -439,6 +441,9 @@ class Episode:
         record = self.record()
         if record is None:
             return
+        if self._may_only_notebooks_launch and self._keeper() is None:
+            self.note("C: connect")  # no command launches anything
+            await self._until_done(self.actor("C").connect(), "connect")
         wanted, asker = await self._ask_for_the_last()
         wrong: list[str] = []
 

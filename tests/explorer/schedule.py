@@ -292,7 +292,7 @@ MORE: dict[str, dict[str, float]] = {
     "blackouts": {"outage": 4.0},
 }
 #: What of it happens in all episodes. The rest finds faults that are known.
-USUAL = ("pauses", "busy", "outages", "tasks", "by hand", "names", "groups", "page")
+USUAL = tuple(MORE)
 #: What of it is about clusters that live on without their creator.
 NIGHT = {"passers-by", "alone", "residents", "forbidden"}
 #: Steps that take their time.
