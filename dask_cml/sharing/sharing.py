@@ -643,12 +643,13 @@ class Sharing:
 
     async def close(self, how: How) -> None:
         """Write the record for the last time. If this process leaves, another one keeps the cluster."""
-        if self._keeper is None:
+        keeper = self._keeper
+        if keeper is None:
             return
-        await self._keeper.journal.write(self._cluster.processes.launched)
+        await keeper.journal.write(self._cluster.processes.launched)
         if how is How.LEAVE:
-            await self._keeper.publish(leaves=True)
-            for request in self._keeper.unreported:  # another process keeps it, or nobody answers
+            await keeper.publish(leaves=True)
+            for request in keeper.unreported:  # another process keeps it, or nobody answers
                 with contextlib.suppress(CMLError):
                     await self.link.post(request)
 
