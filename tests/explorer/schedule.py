@@ -291,8 +291,8 @@ MORE: dict[str, dict[str, float]] = {
     "forbidden": {"leave alone": 5.0, "forbid launches": 3.0},
     "blackouts": {"outage": 4.0},
 }
-#: What of it happens in all episodes. In the rest, a queued session that fails while nobody lists it is replaced
-#: only after ``pending_timeout``, for which no episode waits.
+#: What of it happens in all episodes. In the rest, a queued session that fails while nobody lists it is
+#: replaced only after ``pending_timeout``, for which no episode waits.
 USUAL = tuple(name for name in MORE if name not in ("alone", "residents", "forbidden"))
 #: What of it is about clusters that live on without their creator.
 NIGHT = {"passers-by", "alone", "residents", "forbidden"}
