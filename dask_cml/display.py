@@ -306,7 +306,7 @@ class StartDisplay:
             self._show_in_notebook(line)
         elif output.is_terminal(self._out):
             print(output.overwriting(line), end="", file=self._out, flush=True)
-        elif self._scheduler.waits_for is not None and not self._is_queue_told:
+        elif "scheduler queued" in line and not self._is_queue_told:
             self._is_queue_told = True
             print(line, file=self._out, flush=True)
         self._is_shown = True

@@ -413,7 +413,7 @@ async def test_a_next_scheduler_that_a_process_cannot_reach_is_not_replaced_by_i
 @pytest.mark.slow
 @simulated
 async def test_a_former_keeper_without_network_does_not_replace_the_next_scheduler(it):
-    async with simulate(name="lab", n_workers=1) as former, in_another_session(it) as other:
+    async with simulate(name="lab", n_workers=1) as former, rebuild("lab") as other:
         await eventually(lambda: arrived(former) == 1)
         heal = cut_off(former)
         await eventually(lambda: other.keeps)

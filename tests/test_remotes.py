@@ -131,14 +131,13 @@ async def test_a_worker_whose_memory_limit_is_no_number_spoils_no_view(it, monke
 
 
 @simulated
-async def test_an_odd_url_of_a_session_is_named_once_and_keeps_no_report_from_the_board(it, caplog):
+async def test_an_odd_url_of_a_session_keeps_no_report_from_the_others(it):
     async with simulate(name="lab") as cluster, rebuild("lab") as remote:
         it.platform.set(cluster.sessions[0].id, app_url="javascript:alert(1)")
         await cluster.scale(1)
         await eventually(lambda: [session.name for session in remote.sessions][1:] == ["lab-0"])
         await eventually(lambda: "running" in remote.sessions[1].status)
         assert remote.sessions[0].app_url is None
-        assert caplog.text.count("app_url='javascript:alert(1)'") == 1
 
 
 @simulated
@@ -148,7 +147,7 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
         read_again = store.read_again
 
         def read_again_in_others(record):
-            if record is first.record:
+            if record is first.sharing.record:
                 raise CMLError("the record cannot be read here")
             return read_again(record)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import sys
 import threading
@@ -14,14 +13,12 @@ import dask
 import pytest
 from clusters import (
     arrived,
-    board_of,
     create_elsewhere,
     log_of,
     make,
     rebuild,
     simulate,
     step_in,
-    take_board,
     target,
 )
 from distributed import Client, Worker
@@ -75,26 +72,6 @@ async def test_scale_ends_adapting_that_is_under_way(it):
         await asyncio.sleep(10)
         assert has(cluster, 0)
         assert target(cluster) == 0
-
-
-@simulated
-async def test_a_request_on_the_board_does_not_undo_a_later_one_of_this_process(it):
-    """A user scales in a thread, just when the keeper has found that nobody has."""
-    async with simulate() as cluster:
-
-        def absent_while_a_user_scales(group):
-            if not threads:
-                threads.append(threading.Thread(target=cluster.scale, args=(1,)))
-                threads[0].start()
-                threads[0].join(0.2)
-            return absent(group)
-
-        threads = []
-        absent = step_in(cluster, "looks for absent workers", absent_while_a_user_scales)
-        older = {"default": dataclasses.replace(board_of(cluster).groups["default"], target=3, request=7)}
-        await take_board(cluster, groups=older)
-        await asyncio.to_thread(threads[0].join)
-        assert target(cluster) == 1
 
 
 @simulated

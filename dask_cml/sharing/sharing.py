@@ -218,7 +218,6 @@ class Sharing:
         keys = await asyncio.to_thread(make_keys, options, cluster.place)
         record = replace(self.new_record, options=options.arguments(), security=tls.paths(keys.security))
         self.record = record  # to remove it if this is cancelled
-        cluster.groups.given(await asyncio.to_thread(store.given_names, record))
         keeper = Keeper(cluster, self.link, record, term=1, taken=0)
         self.link.rank = Rank.OWNER
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
