@@ -531,7 +531,6 @@ class CMLCluster(SpecCluster):
             if self.is_keeper:
                 self.groups.begin_adapting()
         self.processes.begin_anew(group)
-        self.woken.set()
 
     # SpecCluster.scale_up (spec.py:589) is its own `scale`.
     scale_up = scale
@@ -552,7 +551,7 @@ class CMLCluster(SpecCluster):
         await self._correct_state()
 
     def _resize(self, group: str, n: int) -> None:
-        """Want `n` workers of a group here. The caller holds the lock of the groups."""
+        """Want `n` workers of a group here."""
         absent = self.processes.absent(group) if self.is_keeper else [*reversed(self.groups.workers(group))]
         self.groups.resize(group, n, absent)
         self.loop.add_callback(self._correct_state)  # type: ignore[union-attr]

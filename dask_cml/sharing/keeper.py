@@ -86,10 +86,11 @@ class Keeper:
 
     async def take(self, board: BoardState) -> None:
         """Carry out what users of other processes have asked for, in its order."""
-        if self.carry_out(board.mail):
-            await self.publish()
-        if board.leaving:
+        has_mail = self.carry_out(board.mail)
+        if has_mail or board.leaving:
             self._cluster.woken.set()
+        if has_mail:
+            await self.publish()
 
     def carry_out(self, mail: Sequence[Letter]) -> bool:
         """Carry out the requests that are not carried out yet. Return whether there were any."""
