@@ -396,6 +396,12 @@ def recorded(cluster: Any) -> Record | None:
     return found
 
 
+def record_of(cluster: Any) -> Record | None:
+    """Return the record by which a process knows its cluster."""
+    found: Record | None = cluster.sharing.record
+    return found
+
+
 def follows(cluster: Any) -> bool:
     """Return whether a process shows what another one does that manages the cluster."""
     return cluster.sharing.view is not None

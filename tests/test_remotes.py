@@ -12,6 +12,7 @@ from clusters import (
     create_elsewhere,
     id_on_board,
     rebuild,
+    record_of,
     scheduler_number,
     simulate,
     step_in,
@@ -147,7 +148,7 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
         read_again = store.read_again
 
         def read_again_in_others(record):
-            if record is first.sharing.record:
+            if record is record_of(first):
                 raise CMLError("the record cannot be read here")
             return read_again(record)
 
