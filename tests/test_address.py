@@ -449,7 +449,7 @@ async def test_a_client_reads_what_the_cluster_tells_the_process_that_keeps_it(
                 script.kill()
     assert line == (
         "Cluster lab cannot run all tasks: 1 task waits, but the cluster has no workers: call "
-        "CMLCluster.from_name('lab').scale(n) or CMLCluster.from_name('lab').adapt()\n"
+        "cluster.scale(n) or cluster.adapt()\n"
     )
     assert (out, error) == (b"3\n", b"")  # two clients, one line
     assert "cannot run" not in caplog.text  # a client of the process that keeps it
