@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -270,22 +270,24 @@ class Keeper:
         """
         cluster, groups = self._cluster, self._cluster.groups
         self.restore(last)
-        wanted, reported = dict(last.wanted), {session["id"] for session in last.sessions}
+        reported = {session["id"] for session in last.sessions}
         waits = {session.id for session in last.known_sessions() if session.waits_for is not None}
         launches = [launch for launch in record.launches.values() if launch.key != SCHEDULER]
-        kept = {launch.key: wanted[launch.key] for launch in launches if launch.key in wanted}
+        kept = {launch.key: last.wanted[launch.key] for launch in launches if launch.key in last.wanted}
+        missing = Counter({name: group.target for name, group in last.groups.items()})
+        missing.subtract(kept.values())
         for launch in launches:
             group = launch.worker_group(self._record.name)
-            n_kept = [*kept.values()].count(group)
-            if launch.key not in kept and launch.id not in reported and n_kept < groups.target(group):
+            if launch.key not in kept and launch.id not in reported and missing[group] > 0:
                 kept[launch.key] = group
-        for name, group in wanted.items():  # which may be launched just now
-            if name not in given and [*kept.values()].count(group) < groups.target(group):
+                missing[group] -= 1
+        for name, group in last.wanted.items():  # which may be launched just now
+            if name not in given and missing[group] > 0:
                 kept[name] = group
-        targets = {group: groups.target(group) for group in groups.names}
+                missing[group] -= 1
         groups.want(kept)
-        for group, target in targets.items():
-            groups.resize(group, target, ())
+        for name, wanted in last.groups.items():
+            groups.resize(name, wanted.target, ())
         cluster.workers.clear()
         for launch in record.launches.values():
             if launch.key == SCHEDULER:
