@@ -18,7 +18,7 @@ class Timing:
     first_lease : float
         Time for which a scheduler waits for the keeper that has launched it. Calls of the platform may hang.
     reconnect : float
-        Time after the keeper's last message in which it may connect again, before it loses the lease.
+        Time after the keeper's last message in which it may connect again, before another one is picked.
     stay : float
         Time for which a user's process must be connected before the process in the scheduler's session hands
         the cluster over. Commands and monitors that pass by do not interrupt its work.
@@ -50,11 +50,8 @@ class Timing:
     files : float
         The time of the project's file system to answer, before a cluster that ends goes on without it.
     finish : float
-        Time without progress after which a process no longer waits for what its users have asked for, to
-        leave the cluster or to delete a group. Calls that fail at once are repeated for a shorter time, so
-        the process can name their error.
-    succeed : float
-        Time in which another process takes the lease of a keeper that leaves.
+        Time without progress after which a process no longer waits for the end of a deleted group. Calls that
+        fail at once are repeated for a shorter time, so the process can name their error.
     strays : float
         Time between two looks for sessions of the cluster that its keeper does not know.
     stray : float
@@ -95,7 +92,6 @@ class Timing:
     listing: float = 3.0
     files: float = 10.0
     finish: float = 45.0
-    succeed: float = 5.0
     strays: float = 15.0
     stray: float = 20.0
     succession: float = 30.0

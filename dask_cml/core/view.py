@@ -108,28 +108,6 @@ class View(Sessions):
         """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
         return self._cluster.groups.limits(group)
 
-    # -- what the next steps do
-
-    @property
-    def to_launch(self) -> list[str]:
-        """The wanted workers that are being launched, or that the next step launches."""
-        wanted, launching = self._cluster.worker_spec, self._processes.launching
-        ready = [name for names in self._processes.ready.values() for name in names]
-        return [name for name in wanted if name in launching] + ready
-
-    @property
-    def to_stop(self) -> list[str]:
-        """The sessions that the next steps are to stop, by their names."""
-        cluster = self._cluster
-        ended = {worker.name for worker in self._processes.workers() if worker.has_ended}
-        names = ({*cluster.workers} | {*self._processes.launching}) - ended - cluster.worker_spec.keys()
-        # Sessions without a worker, such as the engine of a refused launch.
-        names |= {*self._processes.unused.values()}
-        for group in cluster.groups.names:
-            if excess := cluster.groups.excess(group):  # the scheduler has not chosen yet
-                names |= {*cluster.groups.workers(group)[-excess:]}
-        return sorted(names)
-
     # -- what is wrong
 
     @property

@@ -442,8 +442,7 @@ class Episode:
         if record is None:
             return
         if self._may_only_notebooks_launch and self._keeper() is None:
-            self.note("C: connect")  # no command launches anything
-            await self._until_done(self.actor("C").connect(), "connect")
+            await self._connect_another()  # no command launches anything
         wanted, asker = await self._ask_for_the_last()
         wrong: list[str] = []
 
@@ -516,8 +515,11 @@ class Episode:
         process that keeps the cluster for a while. Commands end earlier.
         """
         if any(not actor.runs for actor in self.actors.values()):
-            self.note("C: connect")
-            await self._until_done(self.actor("C").connect(), "connect")
+            await self._connect_another()
+
+    async def _connect_another(self) -> None:
+        self.note("C: connect")
+        await self._until_done(self.actor("C").connect(), "connect")
 
     def record(self) -> Record | None:
         """Return the record as no process of the episode sees it: none of the files' faults hides it."""
