@@ -78,6 +78,6 @@ async def call(comm: Comm, op: str, **arguments: Any) -> Any:
         raise
     except Exception as error:  # of the handler
         raise CMLError(f"the scheduler failed at {op}: {error!r}") from error
-    if isinstance(answer, dict) and "refused" in answer:  # see dask_cml.scheduler.messages.checked
+    if isinstance(answer, dict) and "refused" in answer:  # an exception would be a pickle, and be logged
         raise CMLError(str(answer["refused"]))
     return answer

@@ -97,7 +97,3 @@ async def test_without_a_record_a_worker_whose_session_gets_notice_moves_its_dat
             await comm.cml_notice(names=["mine-0", "gone"])
             await asyncio.wait_for(first.finished(), 60)
             assert await client.gather(futures) == [1, 2, 3]
-
-
-async def test_an_invalid_question_is_refused_in_words(comm):
-    assert "refused" in await comm.cml_held(names=7)

@@ -6,14 +6,13 @@ a request, which stays until a report says that it is carried out. There is no I
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.scheduler.messages import Count, Group, Names, Number, Options, Seconds
 from dask_cml.validation import validate
 
 #: Maximum number of requests that no keeper has carried out, and of processes whose last one is remembered.
@@ -23,11 +22,11 @@ _MOST_LETTERS = _MOST_SENDERS = 1000
 class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The limits and options of a worker group's adaptive scaling."""
 
-    minimum: Count
-    maximum: Count
-    interval: Seconds
-    wait_count: Number
-    target_duration: Seconds
+    minimum: int
+    maximum: int
+    interval: float
+    wait_count: int
+    target_duration: float
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, omit_defaults=True):
@@ -50,11 +49,11 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     """
 
     kind: Literal["scale", "adapt", "stop adapting", "add group", "delete group", "close"]
-    group: Group = DEFAULT_GROUP
-    n: Count = 0
+    group: str = DEFAULT_GROUP
+    n: int = 0
     limits: Limits | None = None
-    options: Options = msgspec.field(default_factory=dict)
-    names: Names = ()
+    options: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    names: Collection[str] = ()
 
 
 def arguments_of(request: Request) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, Request
 from dask_cml.scheduler.lifetime import Lifetime
-from dask_cml.scheduler.messages import Events, Names, Number, Options, Seconds, Text, Watcher, checked
 from dask_cml.scheduler.questions import WorkerQuestions
 from dask_cml.scheduler.resident import Resident
 from dask_cml.scheduler.state_file import REPLACED, StateFile, unless_stale
@@ -234,9 +234,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
             "session": os.environ.get("CDSW_ENGINE_ID"),
         }
 
-    @checked
     async def watch(
-        self, comm: Comm, watcher: Watcher, rank: Rank, who: Text, since: Number, wait: Seconds
+        self, comm: Comm, watcher: str, rank: int, who: str, since: int, wait: float
     ) -> dict[str, Any]:
         """Return the board as soon as it differs from a revision, or after some time.
 
@@ -246,8 +245,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
             The watcher's connection. When it closes, the watcher has left.
         watcher : str
             The watcher's id.
-        rank : Rank
-            Whether it counts as a user, and may keep the cluster.
+        rank : int
+            Whether it counts as a user, and may keep the cluster, see :class:`dask_cml.protocol.Rank`.
         who : str
             Who it is, for users.
         since : int
@@ -255,7 +254,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         wait : float
             Time to wait for a change, in seconds.
         """
-        self._watchers.hear(watcher, rank, who, comm)
+        self._watchers.hear(watcher, Rank(rank), who, comm)
         if watcher == self._board.keeper:
             self._keeper_until = time.monotonic() + timing.reconnect
         # A watcher that only shows the cluster does not count at first: the creator may have died, or connect
@@ -265,13 +264,12 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._pick_keeper()
         if since == self._board.revision and await wait_until_set(self._changed, wait):
             await asyncio.sleep(timing.collect)
-        if not comm.closed():
-            self._watchers.hear(watcher, rank, who, comm)
         return self._answer(watcher)
 
-    @checked
-    def post(self, sender: Watcher, number: Number, request: Request) -> dict[str, Any]:
+    def post(self, sender: str, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         """Add a user's request to the mail, and return the board. One that is repeated changes nothing.
+
+        The answer to one that cannot be carried out, and changes nothing, is ``{"refused": why}``.
 
         Parameters
         ----------
@@ -279,15 +277,13 @@ class CMLSchedulerPlugin(WorkerQuestions):
             The id of the process whose user asks.
         number : int
             Counts the requests of that process.
-        request : Request
-            The request.
-
-        Raises
-        ------
-        ValueError
-            If it cannot be carried out. Nothing changes then.
+        request : mapping
+            The :class:`Request`.
         """
-        self._board.post(sender, number, request)
+        try:
+            self._board.post(sender, number, validate(request, Request, "request"))
+        except ValueError as error:
+            return {"refused": str(error)}
         self._publish()
         return self._answer()
 
@@ -298,9 +294,14 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._publish()
         return self._answer()
 
-    @checked
     def report(
-        self, keeper: Watcher, term: Number, report: Options, events: Events, n_before: Number, leaves: bool
+        self,
+        keeper: str,
+        term: int,
+        report: Mapping[str, Any],
+        events: Sequence[Mapping[str, str]],
+        n_before: int,
+        leaves: bool,
     ) -> dict[str, Any]:
         """Take what the keeper says of the cluster. Return the board.
 
@@ -322,7 +323,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             Whether it keeps the cluster no more.
         """
         if (keeper, term) != (self._board.keeper, self._board.term):
-            raise ValueError("another process manages the cluster")
+            return {"refused": "another process manages the cluster"}
         self._board.take_report(report)
         known = self._n_events if term == self._reported_term else 0
         for event in events[max(0, known - n_before) :]:
@@ -393,8 +394,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    @checked
-    def notice(self, names: Names) -> None:
+    def notice(self, names: Collection[str]) -> None:
         """Let Dask workers leave whose session the platform is about to stop, and tell the watchers."""
         self.leave(names)
         self._board.touch()

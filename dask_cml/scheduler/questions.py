@@ -18,7 +18,6 @@ from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health
 from dask_cml.scheduler.last_state import last_state
-from dask_cml.scheduler.messages import Names, checked
 from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
@@ -63,8 +62,7 @@ class WorkerQuestions(SchedulerPlugin):
         """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
         return known_demand(self._scheduler, self._cluster, self._scatters)
 
-    @checked
-    def held(self, names: Names) -> dict[str, dict[str, float]]:
+    def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
         wanted, answer = {*names}, {}
         for worker in self._scheduler.workers.values():
@@ -72,14 +70,12 @@ class WorkerQuestions(SchedulerPlugin):
                 answer[str(worker.name)] = {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
         return answer
 
-    @checked
-    def last(self, names: Names) -> dict[str, dict[str, Any]]:
+    def last(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
         """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
         known = {name: self.health.last(name) for name in names}
         return {name: last for name, last in known.items() if last is not None}
 
-    @checked
-    async def abandoned(self, names: Names) -> list[str]:
+    async def abandoned(self, names: Collection[str]) -> list[str]:
         """Return the Dask workers that are not connected, and that no nanny is about to start again."""
         aliases = self._scheduler.aliases  # of the connected workers
         absent = [name for name in names if name not in aliases]

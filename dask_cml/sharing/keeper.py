@@ -22,7 +22,6 @@ from dask_cml.records import store
 from dask_cml.records.record import Record
 from dask_cml.scheduler.board import Letter, Request, WantedGroup, arguments_of
 from dask_cml.scheduler.lifetime import NOTICE
-from dask_cml.scheduler.messages import LONGEST_LINE
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sharing.journal import Journal
@@ -38,6 +37,8 @@ logger = get_logger(__name__)
 
 #: Maximum number of events that the scheduler does not know yet.
 _MOST_EVENTS = 10_000
+#: Maximum number of characters of a line for clients.
+_LONGEST_LINE = 2000
 
 
 class Keeper:
@@ -113,7 +114,7 @@ class Keeper:
 
     def tell_clients(self, text: str) -> None:
         """Tell the clients of other processes a line."""
-        self.event("line", SCHEDULER, text=shortened(printable_lines(text), LONGEST_LINE))
+        self.event("line", SCHEDULER, text=shortened(printable_lines(text), _LONGEST_LINE))
 
     def report(self) -> Report:
         """Return what this process knows and wants."""
