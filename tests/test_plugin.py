@@ -208,6 +208,7 @@ async def test_a_cluster_lives_on_without_a_user_when_one_asks_for_that(tmp_path
     folder = prepare(tmp_path / "mine", orphan_timeout=300, patience=300)
     async with scheduler_in(folder) as running, rpc(running.address) as comm:
         assert not (await comm.cml_watch(**WATCH))["lives_on"]
+        assert file_of(folder)["orphan_timeout"] == 300
         assert (await comm.cml_live_on())["lives_on"]
         assert running.plugins["dask-cml"]._watchers.timeout is None
         await holds(lambda: file_of(folder)["orphan_timeout"] is None)
@@ -412,26 +413,6 @@ async def test_an_orphan_ends_itself(tmp_path, holds):
     await holds(
         lambda: not any(isinstance(new, threading.Timer) for new in {*threading.enumerate()} - others)
     )
-
-
-@pytest.mark.parametrize("orphan_timeout", [0.5, None], ids=["orphans", "never"])
-@pytest.mark.parametrize("number", [0, 1])
-async def test_the_orphan_timeout_counts_when_somebody_has_come_who_may_keep_the_cluster(
-    tmp_path, orphan_timeout, number
-):
-    """If those counted at first that only look, a late creator's cluster could end, or a dead one's stay.
-
-    Later schedulers may have nobody else.
-    """
-    folder = prepare(tmp_path / "mine", number=number, orphan_timeout=orphan_timeout, patience=300)
-    async with scheduler_in(folder, number=number) as running, rpc(running.address) as comm:
-        watchers = running.plugins["dask-cml"]._watchers
-        assert watchers.timeout == 300
-        await comm.cml_watch(**{**WATCH, "watcher": "page", "rank": int(Rank.OBSERVER)})
-        assert watchers.timeout == (orphan_timeout if number else 300)
-        await comm.cml_watch(**WATCH)
-        assert watchers.timeout == orphan_timeout
-        assert file_of(folder, number)["orphan_timeout"] == orphan_timeout
 
 
 async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):

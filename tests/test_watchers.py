@@ -36,9 +36,19 @@ class World:
         self.now = 1000.0
         monkeypatch.setattr(module, "time", self)
         self.clients = {}
-        self.watchers = Watchers(self.clients, timeout=5.0, inside="cml-0123")
+        inside = SimpleNamespace(extra={"cml": {"name": "mine-0"}})
+        self.scheduler = SimpleNamespace(
+            address="tcp://10.0.0.7:1",
+            client_comms=self.clients,
+            host_info={host: {"addresses": {"tcp://10.0.0.9:1"}} for host in ("10.0.0.7", "10.0.0.9")},
+            workers={"tcp://10.0.0.9:1": inside},
+        )
+        self.watchers = self.watch()
         self.comms = {}
         self.silent = set()
+
+    def watch(self, **options):
+        return Watchers(self.scheduler, inside="cml-0123", timeout=5.0, **options)
 
     def monotonic(self):
         return self.now
@@ -52,8 +62,10 @@ class World:
         comm, _ = self.comms.pop(watcher)
         comm.is_closed = True
 
-    def client(self, name="Client-1"):
-        self.clients[name] = SimpleNamespace(comm=Comm())
+    def client(self, name="Client-1", host="10.0.0.1"):
+        comm = Comm()
+        comm.peer_address = f"tcp://{host}:1"
+        self.clients[name] = SimpleNamespace(comm=comm)
 
     def after(self, seconds, step=STEP):
         """Let time pass. Return after how many seconds the cluster is an orphan, or None."""
@@ -62,7 +74,7 @@ class World:
             self.now += step
             for name in self.comms.keys() - self.silent:
                 self.hear(name, self.comms[name][1])
-            self.watchers.update(self.now)
+            self.watchers.update()
             if self.watchers.is_orphan:
                 return self.now - start
         return None
@@ -166,6 +178,24 @@ def test_a_client_in_the_clusters_own_session_does_not_keep_an_orphan(world, nam
 def test_a_client_elsewhere_keeps_an_orphan(world, name):
     world.client(name)
     assert world.after(60) is None
+
+
+def test_a_client_in_a_workers_session_does_not_keep_an_orphan_but_one_beside_the_scheduler_does(world):
+    world.client(host="10.0.0.9")
+    assert world.after(60) == 5
+    world.client(host="10.0.0.7")  # all programs share the host of a laptop
+    assert world.after(60) is None
+
+
+def test_the_first_watcher_may_take_longer_to_come_but_only_the_first(world):
+    world.watchers = world.watch(patience=20.0)
+    world.hear("page", Rank.OBSERVER)
+    assert world.after(60) == 20
+    world.hear("one")
+    world.leave("one")
+    assert world.after(60) == 5
+    world.watchers = world.watch(patience=1.0)
+    assert world.after(60) == 5
 
 
 def test_pauses_of_the_scheduler_neither_count_nor_begin_the_orphans_time_anew(world):

@@ -58,9 +58,9 @@ class Lifetime:
         most = self.hours * 3600
         return {"age": int(most - self._end + time.monotonic()), "most_age": int(most)}
 
-    def check(self, now: float) -> str | None:
+    def check(self) -> str | None:
         """Return why the cluster must end now. Warn its users some time before."""
-        left = self._end - now
+        left = self._end - time.monotonic()
         if left <= 0:
             return f"reached its limit of {self.hours:g} h"
         if left <= NOTICE and not self._has_warned:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ from dask_cml.handshake import limit_handshakes
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
-from dask_cml.protocol import USERS, Rank
+from dask_cml.protocol import Rank
 from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.balance import balance, unload_full_workers
@@ -38,7 +39,7 @@ from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.questions import WorkerQuestions
 from dask_cml.scheduler.resident import Resident
 from dask_cml.scheduler.state_file import REPLACED, StateFile, unless_stale
-from dask_cml.scheduler.watchers import Watchers, clients_in_sessions
+from dask_cml.scheduler.watchers import Watchers
 from dask_cml.timing import timing
 from dask_cml.validation import validate
 
@@ -81,13 +82,12 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._changed = asyncio.Event()
         #: Counts the Dask workers that have connected or left.
         self._moves = 0
-        #: Since when no task has waited or run, and what watchers know of that. Monotonic times.
-        self._idle_since: float | None = None
-        self._known_idle_since: float | None = None
+        #: The monotonic time since when no task has waited or run. Infinite: some do.
+        self._idle_since = math.inf
         #: All that watchers know of the Dask workers.
-        self._known: tuple[Any, ...] = (None, None, 0, None)
-        #: Since when tasks have waited without a worker, and no process of a user could launch one.
-        self._waiting_since: float | None = None
+        self._known: tuple[Any, ...] = (None, None, 0, False)
+        #: Seconds for which tasks have waited without a worker, and no process of a user could launch one.
+        self._in_vain = 0.0
         #: The term in which the last report came, and how many events were reported in it.
         self._reported_term = 0
         self._n_events = 0
@@ -116,8 +116,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._resident = Resident(self._cluster, self._file.folder)
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
         self._keeper_until = time.monotonic() + timing.first_lease
-        self._watchers = Watchers(scheduler.client_comms, begin.get("patience"), inside_name(self._record))
-        self._orphan_timeout = begin.get("orphan_timeout")
+        timeouts = begin.get("orphan_timeout"), begin.get("patience")
+        self._watchers = Watchers(scheduler, inside_name(self._record), *timeouts)
         self._restarts = int(begin.get("restarts", 0))
         self._activity = validate(begin.get("activity", {}), Activity, "activity")
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
@@ -181,7 +181,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             "session": os.environ.get("CDSW_ENGINE_ID"),
             "app_url": self._app_url,
             "protocol": protocol.PROTOCOL,
-            "orphan_timeout": self._orphan_timeout,
+            "orphan_timeout": self._watchers.timeout,
             "hours": self._lifetime.hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
             "manager": self._manager if self._board.keeper else None,
@@ -205,7 +205,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             or self.health.problem
             or self.health.without_gpus
             or self._resident.problem,
-            "idle": _time_since(self._idle_since),
+            "idle": self._idle,
         }
 
     def _session_of(self, worker: WorkerState) -> tuple[str, str] | None:
@@ -257,10 +257,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._watchers.hear(watcher, Rank(rank), who, comm)
         if watcher == self._board.keeper:
             self._keeper_until = time.monotonic() + timing.reconnect
-        # A watcher that only shows the cluster does not count at first: the creator may have died, or connect
-        # later.
-        if rank in USERS or self._file.number > 0:
-            self._watchers.timeout = self._orphan_timeout
         self._pick_keeper()
         if since == self._board.revision and await wait_until_set(self._changed, wait):
             await asyncio.sleep(timing.collect)
@@ -289,7 +285,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
 
     def live_on(self) -> dict[str, Any]:
         """Let the cluster run on without a user, and return the board."""
-        self._watchers.timeout = self._orphan_timeout = None
+        self._watchers.timeout = None
         self._board.touch()
         self._publish()
         return self._answer()
@@ -380,7 +376,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             "problem": self.health.problem,
             "without_gpus": self.health.without_gpus,
             "restarts": self.health.restarts_to_json(),
-            "idle": _time_since(self._known_idle_since),
+            "idle": self._idle,
             "tasks_done": self._tasks_done(),
             "app_url": self._app_url,
             "serves_dashboard": self._serves_dashboard,
@@ -424,15 +420,14 @@ class CMLSchedulerPlugin(WorkerQuestions):
     # -- checks
 
     def _check_watchers(self) -> None:
-        now = time.monotonic()
-        self._watchers.update(now, clients_in_sessions(self._scheduler))
+        seconds = self._watchers.update()
         self._pick_keeper()
         is_wanted = self._lives_on or self._watchers.has_user or bool(self._board.mail)
-        self._resident.check(is_wanted and self._board.keeper is None, keeps=self._is_kept_here)
-        reason = self._lifetime.check(now)
+        self._resident.check(seconds, is_wanted and self._board.keeper is None, keeps=self._is_kept_here)
+        reason = self._lifetime.check()
         if self._watchers.is_orphan:
             reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
-        elif self._waits_in_vain(now):
+        elif self._waits_in_vain(seconds):
             reason = (
                 f"its tasks have waited for {self._scheduler.idle_timeout:g} s without a worker, and no "
                 "process of a user has managed it"
@@ -443,40 +438,35 @@ class CMLSchedulerPlugin(WorkerQuestions):
     @property
     def _lives_on(self) -> bool:
         """Whether the cluster runs on without a process of a user."""
-        return self._orphan_timeout is None and self._lifetime.closed is None
+        return self._watchers.timeout is None and self._lifetime.closed is None
 
-    def _waits_in_vain(self, now: float) -> bool:
+    def _waits_in_vain(self, seconds: float) -> bool:
         """Return whether tasks have waited for the idle time-out, and no worker is here or about to come."""
-        is_idle, timeout = self._idle_since is not None, self._scheduler.idle_timeout
+        is_idle, timeout = math.isfinite(self._idle_since), self._scheduler.idle_timeout
         sessions = () if self._board.keeper is None else self._board.report.get("sessions", ())
         launched = any(session.get("role") == "worker" for session in sessions)
         has_help = launched or self._watchers.has_user or self._scheduler.workers
-        if is_idle or has_help or not timeout:
-            self._waiting_since = None
-            return False
-        if self._waiting_since is None:
-            self._waiting_since = now
-        return now - self._waiting_since >= timeout
+        self._in_vain = 0.0 if is_idle or has_help else self._in_vain + seconds
+        return bool(timeout and self._in_vain >= timeout)
 
     def _check_workers(self) -> None:
         """Tell watchers what is wrong with the Dask workers, and whether any have connected or left."""
-        self.health.look(self._scheduler.workers.values(), time.monotonic())
-        self._known_idle_since = self._find_idle_time()
-        news = (self.health.problem, self.health.without_gpus, self._moves, self._known_idle_since)
+        now, workers = time.monotonic(), self._scheduler.workers.values()
+        self.health.look(workers, now)
+        waiting = self._scheduler.queued or self._scheduler.unrunnable
+        is_busy = waiting or any(worker.processing for worker in workers)
+        self._idle_since = math.inf if is_busy else min(self._idle_since, now)
+        news = (self.health.problem, self.health.without_gpus, self._moves, self._idle is not None)
         if news != self._known:
             self._known = news
             self._board.touch()
             self._publish()
 
-    def _find_idle_time(self) -> float | None:
-        """Return since when the cluster is idle, unless that began a moment ago."""
-        waiting = self._scheduler.queued or self._scheduler.unrunnable
-        if waiting or any(worker.processing for worker in self._scheduler.workers.values()):
-            self._idle_since = None
-            return None
-        now = time.monotonic()
-        self._idle_since = self._idle_since or now
-        return self._idle_since if now - self._idle_since >= timing.idle else None
+    @property
+    def _idle(self) -> float | None:
+        """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
+        idle = time.monotonic() - self._idle_since
+        return idle if idle >= timing.idle else None
 
     def _note_activity(self) -> None:
         sessions = map(self._session_of, self._scheduler.workers.values())
@@ -508,11 +498,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         """Note a Dask worker that has left."""
         self._moves += 1
         super().remove_worker(scheduler, worker)
-
-
-def _time_since(begin: float | None) -> float | None:
-    """Return the time since a monotonic time. Other sessions may have another clock."""
-    return None if begin is None else time.monotonic() - begin
 
 
 async def dask_setup(scheduler: Scheduler) -> None:

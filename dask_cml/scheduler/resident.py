@@ -19,10 +19,9 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 #: Who keeps the cluster then, for users.
 WHO = "its scheduler's session"
 _MODULE = "dask_cml.sharing.resident"
-#: Seconds without a keeper after which the process is started: a user's process may be about to keep it.
-_ALONE = 10.0
-#: Seconds after a failed start until the next one. They double.
-_FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
+#: Seconds without a keeper after which the process is started: a user's process may be about to keep it. They
+#: double with each failure.
+_ALONE, _LONGEST_ALONE = 10.0, 600.0
 #: Seconds without keeping the cluster after which a process that runs counts as hung.
 _HUNG = 120.0
 #: Seconds for the process to stop the cluster's sessions when its scheduler closes.
@@ -54,24 +53,22 @@ class Resident:
         self._alone = self._kept = 0.0
         #: Seconds for which the process has run without keeping the cluster.
         self._useless = 0.0
-        self._checked = time.monotonic()
-        self._pause, self._not_before = _FIRST_PAUSE, 0.0
+        self._patience = _ALONE
         #: Set when the scheduler closes.
         self._closes = asyncio.Event()
 
-    def check(self, is_needed: bool, *, keeps: bool) -> None:
+    def check(self, seconds: float, is_needed: bool, *, keeps: bool) -> None:
         """Start the process if it has been needed for a while. It ends by itself, unless it hangs.
 
         Parameters
         ----------
+        seconds : float
+            Time since the last check, without pauses of the scheduler, which say nothing of the process.
         is_needed : bool
             Whether nobody keeps the cluster.
         keeps : bool
             Whether the process keeps it.
         """
-        now = time.monotonic()
-        # A pause of the scheduler says nothing of the process.
-        seconds, self._checked = min(now - self._checked, timing.lease), now
         runs = self._running is not None and not self._running.done()
         self._useless = self._useless + seconds if runs and not keeps else 0.0
         if self._running is not None and self._useless > _HUNG:
@@ -84,7 +81,7 @@ class Resident:
             return
         self._kept = 0.0
         self._alone += seconds
-        if not runs and self._alone >= _ALONE and now >= self._not_before:
+        if not runs and self._alone >= self._patience:
             self._alone = 0.0
             self._running = asyncio.create_task(self._run())
 
@@ -98,8 +95,8 @@ class Resident:
         except Exception as error:  # asyncio may be unable to start a process, in several ways
             why = repr(error)
         finally:
-            if not why or time.monotonic() - began > _LONGEST_PAUSE:  # it has kept the cluster
-                self._pause = _FIRST_PAUSE
+            if not why or time.monotonic() - began > _LONGEST_ALONE:  # it has kept the cluster
+                self._patience = _ALONE
             if why and not self._closes.is_set():
                 self._note_failure(why)
 
@@ -110,8 +107,7 @@ class Resident:
             f"no process replaces workers or adapts, because its own process in {WHO} failed with {why}. See "
             "the scheduler's log, and connect with CMLCluster.from_name"
         )
-        self._not_before = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._patience = min(2 * self._patience, _LONGEST_ALONE)
 
     async def close(self) -> None:
         """Let the process stop the sessions of a cluster that ends, or exit."""

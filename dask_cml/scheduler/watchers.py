@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distributed.batched import BatchedSend
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
 from distributed.scheduler import Scheduler
@@ -46,22 +44,27 @@ class Watchers:
 
     Parameters
     ----------
-    client_comms : mapping of str to BatchedSend
-        The connections of the scheduler's clients, which may change.
-    timeout : float or None
-        Time without a watcher and a client after which a cluster is an orphan, in seconds. None: never.
+    scheduler : Scheduler
+        The scheduler, with its clients.
     inside : str
         The name of clients in the cluster's own sessions. They are no users: what a task opens would keep
         the cluster for ever.
+    timeout : float or None
+        Time without a watcher and a client after which a cluster is an orphan, in seconds. None: never.
+    patience : float
+        Time for which the first of them may take to come, if that is longer.
     """
 
-    def __init__(self, client_comms: Mapping[str, BatchedSend], timeout: float | None, inside: str) -> None:
+    def __init__(
+        self, scheduler: Scheduler, inside: str, timeout: float | None, patience: float | None = None
+    ) -> None:
         self.timeout = timeout
-        self._client_comms = client_comms
+        self._scheduler = scheduler
         self._inside = f"-{inside}-"
         self._watchers: dict[str, _Watcher] = {}
-        #: Seconds without a watcher and a client, without pauses of this process.
-        self._alone = 0.0
+        #: Seconds without a watcher and a client, without pauses of this process. Negative at first, if there
+        #: is more patience.
+        self._alone = min(0.0, (timeout or 0.0) - (patience or 0.0))
         self._updated = time.monotonic()
 
     def hear(self, watcher: str, rank: Rank, who: str, comm: Comm) -> None:
@@ -137,16 +140,12 @@ class Watchers:
         """Whether a user's process is connected, however silent."""
         return any(watcher.rank in USERS and not watcher.comm.closed() for watcher in self._watchers.values())
 
-    def update(self, now: float, in_sessions: Collection[str] = ()) -> None:
+    def update(self) -> float:
         """Forget the watchers that have left. Note for how long nobody has used the cluster.
 
-        Parameters
-        ----------
-        now : float
-            The monotonic time.
-        in_sessions : collection of str
-            The names of more clients in the cluster's own sessions.
+        Return the seconds since the last update, without pauses of this process.
         """
+        now = time.monotonic()
         step = min(now - self._updated, _LONGEST_STEP)
         self._updated = now
         for name, watcher in [*self._watchers.items()]:
@@ -155,35 +154,27 @@ class Watchers:
             if watcher.comm.closed():
                 logger.info("Process %s watches no more", name)
                 del self._watchers[name]
-        if self.has_user or self._has_client(in_sessions):
-            self._alone = 0.0
-        else:
-            self._alone += step
+        self._alone = 0.0 if self.has_user or self._has_client() else self._alone + step
+        return step
 
-    def _has_client(self, in_sessions: Collection[str]) -> bool:
+    def _has_client(self) -> bool:
         """Return whether a user's client is connected, however silent."""
-        for name, client in self._client_comms.items():
-            is_inside = name.startswith(_NO_USERS) or self._inside in name or name in in_sessions
-            if not is_inside and client.comm is not None and not client.comm.closed():
-                return True
-        return False
+        comms = [(name, client.comm) for name, client in self._scheduler.client_comms.items()]
+        return any(comm and not comm.closed() and not self._is_inside(name, comm) for name, comm in comms)
+
+    def _is_inside(self, client: str, comm: Comm) -> bool:
+        """Return whether a client is one of Dask's own, or in a worker session, by its name or its host.
+
+        On a laptop, all programs share the scheduler's host, and in a mesh, all connections may have one.
+        """
+        if client.startswith(_NO_USERS) or self._inside in client:
+            return True
+        scheduler, host = self._scheduler, get_address_host(comm.peer_address)
+        workers = scheduler.host_info.get(host, {}).get("addresses", ())
+        has_workers = any("cml" in scheduler.workers[worker].extra for worker in workers)
+        return has_workers and host != get_address_host(scheduler.address)
 
     @property
     def is_orphan(self) -> bool:
         """Whether the cluster has had neither a watcher nor a client for the whole time-out."""
         return self.timeout is not None and self._alone >= self.timeout
-
-
-def clients_in_sessions(scheduler: Scheduler) -> set[str]:
-    """Return the names of the clients in the cluster's worker sessions, by the hosts of Dask workers.
-
-    On a laptop, all programs share the scheduler's host, so this finds none.
-    """
-    own_host = get_address_host(scheduler.address)
-    found = set()
-    for name, client in scheduler.client_comms.items():
-        host = own_host if client.comm is None else get_address_host(client.comm.peer_address)
-        workers = scheduler.host_info.get(host, {}).get("addresses", ())
-        if host != own_host and any("cml" in scheduler.workers[worker].extra for worker in workers):
-            found.add(name)
-    return found
