@@ -22,7 +22,7 @@ class CMLCluster(ObservedCluster):
 
 
 async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
-    """Yield the names of the clusters whose schedulers answer, with the class that connects to them.
+    """Yield the names of the running clusters, with the class that connects to them.
 
     Examples
     --------
@@ -32,7 +32,8 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     ['mine']
     """
     records = await asyncio.to_thread(store.records)
-    # dask-ctl gives a discovery 5 s, which stale records must not use up.
-    for name, finding in (await liveness.look(records, timeout=2.0, patience=4.0)).items():
+    listing = await liveness.listed(records)
+    for record in records:
+        finding = await asyncio.to_thread(liveness.seen, record, listing)
         if finding.state is liveness.State.ALIVE:
-            yield name, CMLCluster
+            yield record.name, CMLCluster

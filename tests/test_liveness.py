@@ -127,7 +127,7 @@ async def test_a_scheduler_is_known_by_the_record_that_it_names(cluster, schedul
         assert (other.state, other.why) == (State.DEAD, f"another scheduler answers at {running.address}")
     assert not await is_alive(own, timeout=0.5)
     assert not await is_alive(cluster(None))
-    assert await look([]) == {}
+    assert await look([], timeout=1) == {}
 
 
 async def test_the_keys_of_a_scheduler_are_found_by_the_record(cluster, scheduler, keys, tmp_path):
@@ -171,52 +171,33 @@ async def test_a_wrong_answer_is_a_problem_of_its_own_cluster_only(cluster, sche
 )
 async def test_an_invalid_address_is_a_problem_of_its_own_cluster_only(cluster, scheduler, address):
     async with scheduler() as good:
-        rows = await operations.describe([cluster(address), cluster(good.address, name="b")], timeout=5)
-    assert [row["status"] for row in rows] == ["not answering", "running"]
+        findings = await look([cluster(address), cluster(good.address, name="b")], timeout=5)
+    assert [findings[name].state for name in "ab"] == [State.UNKNOWN, State.ALIVE]
 
 
-@pytest.mark.slow
-async def test_the_numbers_of_a_running_cluster_are_those_in_its_schedulers_file(
-    cluster, scheduler, unreachable
-):
+# -- for those who only show clusters: by the files and the platform's list
+
+
+async def test_who_only_shows_a_cluster_reads_its_file_and_sends_its_scheduler_nothing(platform, cluster):
     problem = "worker a-0 has spilled"
     present = Present(workers=3, groups={"default": 3}, threads=6, memory=2**30, problem=problem)
-    async with scheduler() as running:
-        records = [
-            cluster(running.address, workers=present),
-            cluster(unreachable, silence=1, name="b", workers=present),
-        ]
-        first, second = await operations.describe(records, timeout=5, patience=5)
-    assert [first[name] for name in ("status", "workers", "groups", "threads", "memory", "problem")] == [
-        "running",
-        3,
-        {"default": 3},
-        6,
-        2**30,
-        problem,
-    ]
-    assert [second[name] for name in ("status", "workers", "groups", "threads", "memory")] == [
-        "not answering",
-        None,
-        None,
-        None,
-        None,
-    ]
+    shown = ("status", "workers", "groups", "threads", "memory", "problem")
+    async with impostor() as (address, received):
+        address = f"tls://{address}"
+        [row] = await operations.describe([cluster(address, 60, workers=present)])
+        assert [row[name] for name in shown] == ["running", 3, {"default": 3}, 6, 2**30, problem]
+        [row] = await operations.describe([cluster(address, 180, workers=present)])
+        silent = f"its scheduler at {address} has left no sign of life for 3 min"
+        assert [row[name] for name in shown] == ["not answering", None, None, None, None, silent]
+        [row] = await operations.describe([cluster(address, 60, closed="orphaned")])
+        assert (row["status"], row["problem"]) == ("stale", "its scheduler has closed: orphaned")
+    assert received == []
 
 
-async def test_a_scheduler_with_a_late_sign_of_life_gets_more_time_to_answer(platform, cluster, scheduler):
-    async with scheduler() as running:
-        hello = running.handlers[HELLO]
-
-        async def late():
-            await asyncio.sleep(1)  # the quick look is over by then
-            return hello()
-
-        running.handlers[HELLO] = late
-        for silent, lives in (None, False), (3600, False), (60, True):
-            record = cluster(running.address, silent)
-            [row] = await operations.describe([record], timeout=0.5, patience=120)
-            assert (row["status"] == "running") is lives
+@pytest.mark.parametrize(("listed", "shown"), [("running", State.ALIVE), ("failed", State.DEAD)])
+def test_a_scheduler_whose_session_has_ended_is_shown_as_dead_before_it_is_silent(cluster, listed, shown):
+    record = cluster("tls://192.0.2.1:1", silence=1)
+    assert liveness.seen(record, {"s": {"id": "s", "status": listed}}).state is shown
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -185,20 +184,21 @@ async def delete_group(name: str, group: str) -> None:
 @group.command("list")
 @of_cluster
 @as_json
-async def list_groups(name: str, as_json: bool) -> None:
+def list_groups(name: str, as_json: bool) -> None:
     """List the worker groups of a cluster."""
-    from dask_cml.observers import ObservedCluster
+    from dask_cml.records import operations, store
 
-    async with ObservedCluster.from_name(name, asynchronous=True, quiet=True) as cluster:
-        groups = [*cluster.worker_groups.values()]
+    groups = operations.worker_groups(store.read(name))
     if as_json:
-        print_json([asdict(group) for group in groups])
+        print_json(groups)
         return
     rows = []
     for group in groups:
-        resources = " ".join(f"{name}={amount:g}" for name, amount in group.resources.items())
-        size = [f"{group.size.cpu:g}", f"{group.size.memory:g} GiB", str(group.size.nvidia_gpu)]
-        rows.append([group.name, f"{group.n_arrived} of {group.n_workers}", *size, resources or "-"])
+        resources = " ".join(f"{name}={amount:g}" for name, amount in group["resources"].items())
+        size = group["size"]
+        sizes = [f"{size['cpu']:g}", f"{size['memory']:g} GiB", str(size["nvidia_gpu"])]
+        workers = f"{group['n_arrived']} of {group['n_workers']}"
+        rows.append([group["name"], workers, *sizes, resources or "-"])
     print_table(["group", "workers", "cpu", "memory", "gpus", "resources"], rows)
 
 

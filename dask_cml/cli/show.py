@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 #: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
-_PATIENCE = 5.0
 _NO_MANAGER = "no process: lost workers are not replaced, and nothing adapts"
 _MANAGER_SOON = "no process. Its scheduler's session takes over in some seconds"
 _NO_CLUSTERS = "No clusters. Create one: dask cml create --n-workers 2"
@@ -98,7 +97,7 @@ async def info(name: str | None, as_json: bool) -> None:
     from dask_cml.records.usage import usage_of
 
     record = _the_only_record() if name is None else _record_of(name)
-    [row] = await operations.describe([record], timeout=_PATIENCE)
+    [row] = await operations.describe([record])
     is_silent = row["status"] in ("stale", "not answering")
     usage = usage_of(record, history.end_of(record) if is_silent else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)

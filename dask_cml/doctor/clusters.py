@@ -44,7 +44,7 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
 async def _compare_all(records: Sequence[Record], timeout: float) -> list[Finding]:
     from dask_cml.records import operations
 
-    rows = await operations.describe(records, timeout, patience=timeout)
+    rows = await operations.describe(records)
     comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
     findings = await asyncio.gather(*comparisons)
     return [

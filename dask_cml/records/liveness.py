@@ -22,8 +22,6 @@ from dask_cml.words import command, format_duration
 
 logger = get_logger(__name__)
 
-#: Seconds for the answer of a scheduler that left a sign of life lately. It, or its machine, may be busy.
-PATIENCE = 10.0
 #: Seconds in which schedulers usually answer. After that, the platform is asked about the others.
 _PROMPT = 1.0
 
@@ -117,10 +115,7 @@ def is_abandoned(record: Record, listing: Mapping[str, SessionInfo] | None = Non
 
 
 async def judge(
-    records: Iterable[Record],
-    timeout: float = 5.0,
-    patience: float | None = None,
-    api: WorkersAPI | None = None,
+    records: Iterable[Record], timeout: float = 5.0, api: WorkersAPI | None = None
 ) -> dict[str, Finding]:
     """Find out which clusters are alive, which are dead, and which may be either.
 
@@ -144,8 +139,6 @@ async def judge(
         The records of the clusters.
     timeout : float
         Time limit for all schedulers to answer, in seconds. The platform gets as long again.
-    patience : float, optional
-        Longer time limit for schedulers that left a sign of life lately, in seconds. Default: `timeout`.
     api : WorkersAPI, optional
         Lists the sessions. Default: a new one for the platform in the record.
 
@@ -155,13 +148,13 @@ async def judge(
         The findings by the names of the clusters.
     """
     records = [*records]
-    looks = {record.name: asyncio.create_task(_look_at(record, timeout, patience)) for record in records}
+    looks = {record.name: asyncio.create_task(_look_at(record, timeout)) for record in records}
     try:
         if looks:
             await asyncio.wait(looks.values(), timeout=_PROMPT)
         running = [record for record in records if record.scheduler.closed is None]
         doubtful = [record for record in running if not _is_known(looks[record.name])]
-        listing = await _list(doubtful, timeout, api)
+        listing = await listed(doubtful, timeout, api)
         return {record.name: await _judge(record, looks[record.name], listing) for record in records}
     finally:
         await cancel(*looks.values())
@@ -176,11 +169,19 @@ async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[s
     """Judge a cluster. Do not wait for a scheduler that has ended by proof: Dask repeats its connection."""
     if _is_known(look):
         return look.result()
-    dead = await asyncio.to_thread(_why_dead, record, listing)
+    ended = await asyncio.to_thread(_judge_end, record, listing)
+    if ended is not None:
+        return ended
+    finding = await look
+    words = await asyncio.to_thread(_silence_words, record)
+    return Finding(finding.state, words or finding.why) if finding.state is State.UNKNOWN else finding
+
+
+def _judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | None:
+    """Judge a cluster whose scheduler has ended. Return None if there is no proof of that. Blocks."""
+    dead = _why_dead(record, listing)
     if dead is None:
-        finding = await look
-        words = await asyncio.to_thread(_silence_words, record)
-        return Finding(finding.state, words or finding.why) if finding.state is State.UNKNOWN else finding
+        return None
     # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
     if record.launcher.lives() and record.scheduler.manager != WHO:
         return Finding(State.UNKNOWN, f"{dead}, but its creator still runs, process {record.launcher.pid}")
@@ -195,8 +196,8 @@ def _why_dead(record: Record, listing: Mapping[str, SessionInfo]) -> str | None:
     if scheduler.address is None:
         ended = is_abandoned(record, listing)
         return "its creator ended before its scheduler answered" if ended else None
-    listed = listing.get(scheduler.session or "")
-    if listed is not None and has_ended(listed):
+    session = listing.get(scheduler.session or "")
+    if session is not None and has_ended(session):
         return f"its scheduler's session {scheduler.session} has ended"
     return None
 
@@ -215,25 +216,59 @@ def _silence_words(record: Record) -> str | None:
     return None
 
 
-async def _list(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> dict[str, SessionInfo]:
-    """Return the sessions that the platform lists here."""
-    listed: dict[str, SessionInfo] = {}
+async def listed(
+    records: Iterable[Record], timeout: float = 1.5, api: WorkersAPI | None = None
+) -> dict[str, SessionInfo]:
+    """Return the sessions of clusters that the platform lists here.
+
+    Parameters
+    ----------
+    records : iterable of Record
+        The records of the clusters.
+    timeout : float
+        Time limit of each platform, in seconds.
+    api : WorkersAPI, optional
+        Lists the sessions. Default: a new one for the platform in the record.
+    """
+    found: dict[str, SessionInfo] = {}
     for platform in {record.options.get("platform", "auto") for record in records}:
         used_api = None
         try:
             used_api = api or WorkersAPI(load_platform(platform))
-            listed |= await asyncio.wait_for(used_api.sessions(), timeout)
+            found |= await asyncio.wait_for(used_api.sessions(), timeout)
         except Exception as error:  # without a listing the state stays unknown, whatever the platform raises
             logger.info("Sessions of platform %s not listed: %r", platform, error)
         finally:
             if used_api is not None and used_api is not api:
                 await used_api.close()
-    return listed
+    return found
 
 
-async def look(
-    records: Iterable[Record], timeout: float = 2.5, patience: float | None = None
-) -> dict[str, Finding]:
+def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
+    """Judge a cluster by its files and a list of the platform's sessions, and contact nobody. Blocks.
+
+    Its scheduler is *alive* if it has left a sign of life in the last two minutes, and *dead* by proof alone.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's record.
+    listing : mapping of str to SessionInfo
+        The result of :func:`listed`.
+    """
+    ended = _judge_end(record, listing)
+    if ended is not None:
+        return ended
+    address = record.scheduler.address
+    if address is None:
+        return Finding(State.UNKNOWN, "its scheduler has not answered yet")
+    if spoke_lately(record):
+        return Finding(State.ALIVE)
+    words = _silence_words(record)
+    return Finding(State.UNKNOWN, words or f"its scheduler at {address} has left no sign of life lately")
+
+
+async def look(records: Iterable[Record], timeout: float) -> dict[str, Finding]:
     """Find out which clusters are alive, concurrently. The others may be dead; :func:`judge` finds more.
 
     Parameters
@@ -242,11 +277,9 @@ async def look(
         The records of the clusters.
     timeout : float
         Time limit for all schedulers together, in seconds.
-    patience : float, optional
-        Longer time limit for schedulers that left a sign of life lately, in seconds. Default: `timeout`.
     """
     records = [*records]
-    findings = await asyncio.gather(*(_look_at(record, timeout, patience) for record in records))
+    findings = await asyncio.gather(*(_look_at(record, timeout) for record in records))
     return {record.name: finding for record, finding in zip(records, findings, strict=True)}
 
 
@@ -263,20 +296,18 @@ async def is_alive(record: Record, timeout: float = 5.0) -> bool:
     return (await look([record], timeout))[record.name].state is State.ALIVE
 
 
-async def _look_at(record: Record, timeout: float, patience: float | None) -> Finding:
+async def _look_at(record: Record, timeout: float) -> Finding:
     address, closed = record.scheduler.address, record.scheduler.closed
     if closed is not None:
         return Finding(State.UNKNOWN, _closed_words(closed))
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet")
-    lately = await asyncio.to_thread(spoke_lately, record)
     if record.security is None:
-        if lately:
+        if await asyncio.to_thread(spoke_lately, record):
             return Finding(State.ALIVE)
         return Finding(State.UNKNOWN, "it has no keys, and its scheduler has left no sign of life lately")
-    limit = max(timeout, patience or 0.0) if lately else timeout
     try:
-        hello = await record.ask_scheduler(HELLO, limit)
+        hello = await record.ask_scheduler(HELLO, timeout)
     except Exception as error:  # of Dask: the program there may speak another protocol
         logger.debug("Scheduler of cluster %s did not answer: %r", record.name, error)
         return Finding(State.UNKNOWN, f"its scheduler at {address} does not answer; it may be busy")

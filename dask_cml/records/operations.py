@@ -17,6 +17,7 @@ from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.answers import CallFailed, NoAnswer
 from dask_cml.sessions.calls import call_within
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_user
 from dask_cml.sessions.session import WAITS_AFTER
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
@@ -107,19 +108,13 @@ async def wait_until_running(record: Record) -> Record:
         await asyncio.sleep(_POLL_INTERVAL)
 
 
-async def describe(
-    records: Iterable[Record], timeout: float = 1.5, patience: float = liveness.PATIENCE
-) -> list[dict[str, Any]]:
-    """Describe clusters within a time limit for all of them.
+async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Describe clusters by their files and the platform's list of sessions. Nothing is sent to schedulers.
 
     Parameters
     ----------
     records : iterable of Record
         The records of the clusters.
-    timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
-    patience : float
-        Longer time limit for schedulers that left a sign of life lately, in seconds.
 
     Returns
     -------
@@ -129,14 +124,17 @@ async def describe(
         manages it (None: none does, or that is unknown), the user who created it, age in seconds, when it
         ends, dashboard, the scheduler's own address, the number of queued sessions, and the longest wait in
         seconds, or None. The status is "running",
-        "starting", "not answering" or "stale"; see :func:`liveness.judge`.
+        "starting", "not answering" or "stale"; see :func:`liveness.seen`.
     """
     records = [*records]
-    findings = await liveness.judge(records, timeout, patience)
-    return [_describe(record, findings[record.name]) for record in records]
+    listing = await liveness.listed(records)
+    return await asyncio.to_thread(
+        lambda: [description(record, liveness.seen(record, listing)) for record in records]
+    )
 
 
-def _describe(record: Record, finding: Finding) -> dict[str, Any]:
+def description(record: Record, finding: Finding) -> dict[str, Any]:
+    """Describe a cluster by its record, see :func:`describe`."""
     present = record.scheduler.workers
     alive = finding.state is State.ALIVE
     numbers = {
@@ -163,6 +161,25 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
     }
 
 
+def worker_groups(record: Record) -> list[dict[str, Any]]:
+    """Describe the worker groups of a cluster by its record, as ``CMLCluster.worker_groups`` does."""
+    described = []
+    for name, options in record.groups.items():
+        options = {**record.options, **options}  # a group takes what it does not set from the cluster
+        wanted = record.scheduler.groups.get(name)
+        described.append(
+            {
+                "name": name,
+                "n_workers": 0 if wanted is None else wanted.target,
+                "n_arrived": record.scheduler.workers.arrived.get(name, 0),
+                "size": {amount: options.get(amount) for amount in ("cpu", "memory", "nvidia_gpu")},
+                **{option: options.get(option) for option in ("nthreads", "processes")},
+                "resources": options.get("resources") or {},
+            }
+        )
+    return described
+
+
 def status_of(record: Record, finding: Finding) -> str:
     """Return a cluster's status in a word or two."""
     if finding.state is State.UNKNOWN:
@@ -170,19 +187,28 @@ def status_of(record: Record, finding: Finding) -> str:
     return "running" if finding.state is State.ALIVE else "stale"
 
 
+def queued(record: Record) -> dict[Launch, float]:
+    """Return the queued sessions, and how long they have waited: for some time, they have not started."""
+    now = time.time()
+    waits = {launch: now - launch.launched for launch in record.launches.values() if launch.started is None}
+    return {launch: seconds for launch, seconds in waits.items() if seconds > WAITS_AFTER}
+
+
 def _waiting(record: Record) -> dict[str, float | None]:
-    """Describe the queued sessions: for some time, their programs have not started."""
-    times = [time.time() - launch.launched for launch in record.launches.values() if launch.started is None]
-    queued = [seconds for seconds in times if seconds > WAITS_AFTER]
-    return {"waiting": len(queued), "waiting_for": max(queued, default=None)}
+    waits = queued(record).values()
+    return {"waiting": len(waits), "waiting_for": max(waits, default=None)}
 
 
 async def ended_clusters() -> list[history.EndedCluster]:
     """Return the clusters that have ended, the last one first, also dead ones that nobody has removed."""
     records = await asyncio.to_thread(store.records)
-    findings = await liveness.judge(records)
-    dead = [record for record in records if findings[record.name].state is State.DEAD]
-    return await asyncio.to_thread(history.ended_clusters, dead)
+    listing = await liveness.listed(records)
+
+    def read() -> list[history.EndedCluster]:
+        dead = [record for record in records if liveness.seen(record, listing).state is State.DEAD]
+        return history.ended_clusters(dead)
+
+    return await asyncio.to_thread(read)
 
 
 def session_logs(record: Record) -> SessionLogs:

@@ -131,6 +131,10 @@ class Present:
         Number of Dask workers.
     groups : mapping of str to int
         Number of Dask workers by worker group.
+    arrived : mapping of str to int
+        Number of wanted worker sessions with a connected Dask worker, by worker group.
+    sessions : sequence of str
+        The names of all worker sessions with a connected Dask worker.
     threads : int
         Number of their threads.
     memory : int
@@ -143,6 +147,8 @@ class Present:
 
     workers: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
+    arrived: Mapping[str, int] = field(default_factory=dict)
+    sessions: Sequence[str] = ()
     threads: int = 0
     memory: int = 0
     problem: str | None = None

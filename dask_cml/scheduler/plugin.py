@@ -194,11 +194,14 @@ class CMLSchedulerPlugin(WorkerQuestions):
     def _present(self) -> dict[str, Any]:
         """Return how many Dask workers are connected, for processes that only read the file."""
         workers = [*self._scheduler.workers.values()]
-        sessions = map(self._session_of, workers)
+        sessions = [*map(self._session_of, workers)]
         groups = Counter(DEFAULT_GROUP if session is None else session[0] for session in sessions)
+        connected, wanted = {*filter(None, sessions)}, self._board.report.get("wanted", {})
         return {
             "workers": len(workers),
             "groups": dict(groups),
+            "arrived": dict(Counter(group for group, name in connected if name in wanted)),
+            "sessions": sorted(name for _, name in connected),
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
             "problem": self._board.report.get("problem")
