@@ -1,7 +1,7 @@
 """The cluster manager: SpecCluster on CML sessions.
 
 To see how ``scale(3)`` works, read :meth:`CMLCluster.scale`, which changes ``worker_spec``,
-:meth:`CMLCluster._correct_state_internal`, the step that retires, stops and launches, and
+:meth:`CMLCluster._step`, which retires, stops and launches, and
 ``Workers.launch``. Once a second, :meth:`CMLCluster._look` replaces lost workers in that dict.
 """
 
@@ -12,17 +12,17 @@ import contextlib
 import functools
 import logging
 import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from dask.utils import parse_timedelta
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
-from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
 from distributed.security import Security
@@ -297,7 +297,7 @@ class CMLCluster(SpecCluster):
         except BaseException as error:  # also Ctrl-C must leave no session behind
             if hasattr(self, "ending"):
                 self.ending.end_failed_constructor(error)
-            if isinstance(error, (CMLError, KeyboardInterrupt)):
+            if isinstance(error, KeyboardInterrupt):
                 raise without_frames(error) from None
             raise
 
@@ -335,7 +335,9 @@ class CMLCluster(SpecCluster):
         #: How many tasks wait for the start.
         self._n_starting = 0
         self._looking: asyncio.Task[None] | None = None
+        #: The steps that are under way, and the one that has not begun.
         self._steps: set[asyncio.Task[None]] = set()
+        self._next_step: asyncio.Task[None] | None = None
         #: Since when the scheduler has not answered. None: it does.
         self._unheard_since: float | None = None
         self._lock = asyncio.Lock()
@@ -464,7 +466,7 @@ class CMLCluster(SpecCluster):
         options = self.groups.options(worker_group)
         n = options.sessions_for(n, memory, cores)
         self.check_running(f"worker group {worker_group!r} not scaled", or_new=True)
-        if n > self.view.target(worker_group):
+        if n > self.groups.target(worker_group):
             check_room("n", n, options.worker, self.groups.others(worker_group))
         caller = calling_adaptive()
         if caller is not None and caller is not self.groups.adaptive(worker_group):  # stopped meanwhile
@@ -532,9 +534,6 @@ class CMLCluster(SpecCluster):
                 self.groups.begin_adapting()
         self.processes.begin_anew(group)
 
-    # SpecCluster.scale_up (spec.py:589) is its own `scale`.
-    scale_up = scale
-
     async def scale_down(self, workers: Iterable[str]) -> None:
         """Close workers by their names, after moving their data to others.
 
@@ -548,13 +547,13 @@ class CMLCluster(SpecCluster):
         if caller is not None and caller is not self.groups.adaptive(DEFAULT_GROUP):  # stopped meanwhile
             return
         await self._ask("close", names=[*map(str, workers)])
-        await self._correct_state()
+        await self._correct_state_internal()
 
     def _resize(self, group: str, n: int) -> None:
         """Want `n` workers of a group here."""
         absent = self.processes.absent(group) if self.is_keeper else [*reversed(self.groups.workers(group))]
         self.groups.resize(group, n, absent)
-        self.loop.add_callback(self._correct_state)  # type: ignore[union-attr]
+        self.loop.add_callback(self._correct_state_internal)  # type: ignore[union-attr]
 
     @checks_arguments
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
@@ -774,7 +773,7 @@ class CMLCluster(SpecCluster):
         self.groups.check_size(name, options)
         await self.api.find_labels(options.launch_options)
         await self._ask("add group", group=name, n=options.n_workers, options=options.group_arguments())
-        await self._correct_state()
+        await self._correct_state_internal()
 
     @checks_arguments
     def delete_worker_group(self, name: str) -> Any:
@@ -803,7 +802,7 @@ class CMLCluster(SpecCluster):
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
         workers = {*self.view.workers_of(name)}
         await self._ask("delete group", group=name)
-        await self._correct_state()
+        await self._correct_state_internal()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
 
         def left() -> list[str]:
@@ -823,26 +822,22 @@ class CMLCluster(SpecCluster):
 
     # -- the step
 
-    def _correct_state(self) -> asyncio.Task[None]:
+    def _correct_state_internal(self) -> asyncio.Task[None]:  # type: ignore[override]  # as awaitable
         """Take a step soon, and return a task that waits for its end.
 
-        SpecCluster._correct_state (spec.py:343) returns the step itself, so a cancelled caller cancels the
-        others, as does the end of the cluster.
+        SpecCluster._correct_state_internal (spec.py:352) retires workers by their names as addresses (359),
+        waits for every launch and end (365, 389), and keeps what was refused as if it ran (390). A caller
+        that is cancelled cancels it for all others, and so does the end of the cluster.
         """
-        step = self._correct_state_waiting
-        if step is None:
-            step = self._correct_state_waiting = asyncio.create_task(self._correct_state_internal())
+        if self._next_step is None:
+            step = self._next_step = asyncio.create_task(self._step())
             self._steps.add(step)
             step.add_done_callback(self._steps.discard)
-        return asyncio.create_task(end_of(step))
+        return asyncio.create_task(end_of(self._next_step))
 
-    async def _correct_state_internal(self) -> None:
-        """Take a step: make the sessions what ``worker_spec`` says, as far as the platform allows it now.
-
-        SpecCluster._correct_state_internal (spec.py:352) retires workers by their names as addresses (359),
-        waits for every launch and end (365, 389), and keeps what was refused as if it ran (390).
-        """
-        self._correct_state_waiting = None
+    async def _step(self) -> None:
+        """Make the sessions what ``worker_spec`` says, as far as the platform allows it now."""
+        self._next_step = self._correct_state_waiting = None
         if self.starting is None or not self.starting.done():  # the start launches all
             return
         async with self._lock:
@@ -913,7 +908,7 @@ class CMLCluster(SpecCluster):
 
     async def _stop_looking(self, patience: float = 0.0) -> None:
         """Cancel the looks, the steps and, after `patience` seconds, the launches of this process."""
-        self._correct_state_waiting = None  # a step that is cancelled before it begins does not do it
+        self._next_step = self._correct_state_waiting = None  # a step that has not begun does not do it
         await cancel(self._looking, *self._steps)
         await self.processes.stop_launching(patience)
 
@@ -947,7 +942,7 @@ class CMLCluster(SpecCluster):
             with contextlib.suppress(CallFailed):  # tell_outage says it once
                 await self.losses.replace(await self.losses.find())
             await self.sharing.look()
-            await self._correct_state()
+            await self._correct_state_internal()
             self.losses.note_states()
             await self.messages.tell()
             await self.sharing.stepped()
@@ -1148,6 +1143,7 @@ class CMLCluster(SpecCluster):
 
     # -- end
 
+    @checks_arguments
     def close(self, timeout: float | None = None) -> Any:
         """Close this object, and shut the cluster down if ``shutdown_on_close`` is True.
 
@@ -1172,9 +1168,11 @@ class CMLCluster(SpecCluster):
         """
         # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
         # without words after a RuntimeError, as those of this package.
+        self.ending.note_error(sys.exc_info()[1])
         how = How.LEAVE if self.status == Status.closed else self.ending.usual_how
         return self.ending.end_from_outside(how, timeout)
 
+    @checks_arguments
     def shutdown(self, timeout: float | None = None) -> Any:
         """Shut the cluster down: stop all its sessions, whoever created it.
 
@@ -1194,6 +1192,7 @@ class CMLCluster(SpecCluster):
         """
         return self.ending.end_from_outside(How.SHUT_DOWN, timeout)
 
+    @checks_arguments
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
 
@@ -1209,29 +1208,13 @@ class CMLCluster(SpecCluster):
         self.shutdown_on_close = False  # also at the end of the ``with`` block
         return self.ending.end_from_outside(How.LEAVE)
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
-        # Cluster.__aexit__ (cluster.py:535) drops why the block ends.
-        self.ending.note_error(error)
-        await super().__aexit__(kind, error, frames)
-
-    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
-        # Cluster.__exit__ (cluster.py:523) calls `close`, which ends a cluster for dask-ctl.
-        self.ending.note_error(error)
-        self.ending.end_from_outside(self.ending.usual_how)
-
-    def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a coroutine function. Remove the event loop's frames from errors that say all."""
-        try:
-            return super().sync(func, *args, **kwargs)
-        except (CMLError, TimeoutError) as error:
-            raise without_frames(error) from None
-
     async def _close(self) -> None:
         """Close this object, as at the end of an ``async with`` block.
 
         SpecCluster._close (spec.py:438) retires all workers, and asserts that all have ended. Without a
         scheduler, that waits for ever.
         """
+        self.ending.note_error(sys.exc_info()[1])
         await self.ending.end(self.ending.usual_how)
 
     async def close_dask(self) -> None:
@@ -1304,7 +1287,7 @@ class CMLCluster(SpecCluster):
             options = self.groups.options(name)
             groups[name] = WorkerGroup(
                 name=name,
-                n_workers=self.view.target(name),
+                n_workers=self.groups.target(name),
                 n_arrived=len(self.view.arrived(name)),
                 size=options.worker,
                 nthreads=options.nthreads,
@@ -1316,6 +1299,7 @@ class CMLCluster(SpecCluster):
     @property
     def scheduler_address(self) -> str:
         """The address for clients. If the cluster has keys, ``cml://<name>``, by which clients find them."""
+        # Cluster.scheduler_address (cluster.py:538) is that of one scheduler, which another may replace.
         if self.scheduler_comm is None or self.status == Status.closed:
             return "<Not Connected>"
         return self.sharing.address or str(self.scheduler_comm.address)
@@ -1329,6 +1313,7 @@ class CMLCluster(SpecCluster):
     @property
     def dashboard_link(self) -> str:
         """The URL of the dashboard. Empty if the scheduler has none, or another program uses its port."""
+        # Cluster.dashboard_link (cluster.py:357) leads to the scheduler's port, which is its loopback's.
         if self.scheduler is None or not self.has_dashboard:
             return ""
         url = self.sharing.dashboard_url
@@ -1371,6 +1356,7 @@ class CMLCluster(SpecCluster):
         >>> print(cluster.get_logs()["mine-0"])
         2... - distributed.nanny - INFO - ...Start Nanny at: ...
         """
+        # Cluster.get_logs (cluster.py:318) asks the scheduler, and knows no ended worker.
         for argument, value in (("cluster", cluster), ("scheduler", scheduler)):
             if isinstance(value, str):
                 expected = f"True or False; for the log of a worker, pass workers=[{value!r}]"
@@ -1420,9 +1406,12 @@ class CMLCluster(SpecCluster):
     @property
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
-        return max(0, sum(self.view.target(group) for group in self.groups.names) - len(self.view.arrived()))
+        return max(
+            0, sum(self.groups.target(group) for group in self.groups.names) - len(self.view.arrived())
+        )
 
     def __repr__(self) -> str:
+        # Cluster.__repr__ (cluster.py:548) shows no problem, and counts no worker that is on its way.
         description = describe(self)
         text = super().__repr__()
         head, workers, rest = text.partition(", workers=")
@@ -1439,18 +1428,8 @@ class CMLCluster(SpecCluster):
         return ", ".join(filter(None, parts)) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
+        # Cluster._repr_html_ (cluster.py:476) escapes nothing, and lists no sessions.
         return html_of(self, cluster_status or "", lists_sessions=not self._has_sessions_tab)
-
-    def _scaling_status(self) -> str:
-        # Cluster._scaling_status (cluster.py:367) looks at an object that only the process has that adapts.
-        adaptive = SimpleNamespace(periodic_callback=self.view.limits() is not None)
-        shown = {
-            "_adaptive": adaptive,
-            "scheduler_info": self.scheduler_info,
-            "worker_spec": self.worker_spec,
-        }
-        stand_in: Any = SimpleNamespace(**shown)
-        return str(Cluster._scaling_status(stand_in))
 
     def _widget(self) -> Any:
         # Cluster._widget (cluster.py:391) writes its HTML again and again, which would close a list in it.

@@ -20,6 +20,9 @@ class CMLCluster(ObservedCluster):
         """Shut the cluster down."""
         return self.shutdown(timeout)
 
+    def __exit__(self, *_: Any) -> None:
+        self.leave()  # a block leaves the cluster running, as ``async with`` does
+
 
 async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     """Yield the names of the running clusters, with the class that connects to them.

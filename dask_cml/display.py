@@ -187,7 +187,7 @@ def describe(cluster: Any) -> Description:
 
 def _adapts_words(cluster: Any) -> str:
     groups = cluster.groups.names
-    limits = {group: cluster.view.limits(group) for group in groups}
+    limits = {group: cluster.groups.limits(group) for group in groups}
     bounds = {group: (found["minimum"], found["maximum"]) for group, found in limits.items() if found}
     return adapting(bounds, names_groups=len(groups) > 1)
 

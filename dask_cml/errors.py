@@ -40,15 +40,20 @@ def _package_of(frame: FrameType) -> str:
 
 
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let IPython show the errors of a function's arguments in short. Their messages are complete."""
+    """Show the errors of a function that a user calls without frames that do not help to understand them.
+
+    The messages are complete. IPython shows the errors of its arguments in short.
+    """
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
+        except (CMLError, TimeoutError) as error:  # it would show those of the event loop
+            raise without_frames(error) from None
         except (TypeError, ValueError) as error:
             *_, (last, _) = traceback.walk_tb(error.__traceback__)
-            if _package_of(last) == "dask_cml" and not isinstance(error, CMLError):
+            if _package_of(last) == "dask_cml":
                 error._render_traceback_ = functools.partial(in_short, error)  # type: ignore[union-attr]
             raise
 

@@ -173,7 +173,7 @@ class Sidebar(Observers):
             if id in clusters and isinstance(adaptive, CMLAdaptive):
                 with contextlib.suppress(CMLError):
                     await clusters[id].sharing.written()
-                if clusters[id].view.limits() is None:
+                if clusters[id].groups.limits("default") is None:
                     self._adaptives.pop(id, None)
 
     def _drop(self, id: str) -> None:

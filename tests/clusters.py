@@ -176,7 +176,7 @@ def limits(cluster: CMLCluster, group: str = "default") -> tuple[int, int | None
 
 def adapting_of(cluster: CMLCluster, group: str = "default") -> dict[str, Any] | None:
     """Return all settings of a worker group's adaptive scaling. None: it has a fixed size."""
-    return cluster.view.limits(group)
+    return cluster.groups.limits(group)
 
 
 def name_of(session: dict[str, Any]) -> str:

@@ -511,9 +511,9 @@ async def test_the_launch_of_a_worker_that_nobody_wants_any_more_launches_nothin
 
 
 @simulated
-async def test_scale_up_and_scale_down_as_dask_calls_them(it):
+async def test_scale_and_scale_down_as_dask_calls_them(it):
     async with simulate(name="mine") as cluster:
-        await cluster.scale_up(3)
+        await cluster.scale(3)
         await cluster
         assert {*cluster.workers} == {"mine-0", "mine-1", "mine-2"}
         await cluster.scale_down(["mine-0", "mine-2", "unknown"])
@@ -522,7 +522,7 @@ async def test_scale_up_and_scale_down_as_dask_calls_them(it):
         assert target(cluster) == 1
         await cluster.add_worker_group("gpu", n_workers=1)
         cluster.adapt(0, 4)
-        await cluster.scale_up(memory="4 GiB")
+        await cluster.scale(memory="4 GiB")
         assert {*cluster.worker_spec} == {"mine-1", "mine-3", "mine-gpu-0"}
         assert limits(cluster) is None
 
@@ -615,33 +615,37 @@ async def test_with_needs_async_in_an_event_loop(it):
 
 
 def overridden():
-    """Return what CMLCluster does otherwise than SpecCluster, by the names of the members."""
+    """Return what CMLCluster does otherwise than SpecCluster and Cluster, by the names of the members."""
     own = vars(CMLCluster)
-    not_compared = {"__module__", "__doc__", "__init__", "__annotations__"}
-    return {name: own[name] for name in vars(SpecCluster) if name in own and name not in not_compared}
+    not_compared = vars(object).keys() - {"__repr__"} | {"__module__", "__annotations__", "__dict__"}
+    of_dask = (vars(SpecCluster).keys() | vars(Cluster).keys()) - not_compared
+    return {name: own[name] for name in sorted(of_dask & own.keys()) if not name.startswith("__static")}
 
 
 def sources():
     return [path.read_text() for path in Path(dask_cml.__file__).parent.rglob("*.py")]
 
 
-def test_few_members_of_speccluster_are_overridden():
-    # SpecCluster.from_name is not implemented.
-    assert len(overridden().keys() - {"from_name"}) <= 12
+def test_few_members_of_speccluster_and_cluster_are_overridden():
+    # SpecCluster leaves `from_name` and `_new_worker_name` to its subclasses.
+    assert len(overridden().keys() - {"from_name", "_new_worker_name"}) <= 16
 
 
 @pytest.mark.parametrize("name", overridden())
 def test_what_is_overridden_has_a_reason(name):
     member = overridden()[name]
-    source = inspect.getsource(CMLCluster if name == "scale_up" else inspect.unwrap(member))
-    assert re.search(rf"SpecCluster\.{name} \(spec\.py:[0-9]+\)", source)
+    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    source = inspect.getsource(inspect.unwrap(member))
+    where = r"SpecCluster\.{name} \(spec" if name in vars(SpecCluster) else r"Cluster\.{name} \(cluster"
+    assert re.search(where.format(name=name) + r"\.py:[0-9]+\)", source)
 
 
 def test_the_lines_of_dask_in_comments_are_those_of_the_functions():
     mentions = {mention for text in sources() for mention in MENTION.findall(text)}
-    assert {name for cls, name, _, _ in mentions if cls == "SpecCluster"} >= {*overridden()}
+    assert {name for _, name, _, _ in mentions} >= {*overridden()}
     for cls, name, file, number in mentions:
         member = vars({"SpecCluster": SpecCluster, "Cluster": Cluster}[cls])[name]
+        member = member.fget if isinstance(member, property) else member
         if distributed.__version__ != RELEASE:
             continue
         function = inspect.unwrap(getattr(member, "__func__", member))

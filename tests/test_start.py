@@ -41,7 +41,7 @@ def test_a_refusal_is_shown_with_the_callers_frames_only(platform, start):
     error = start(LaunchRefused)
     lines, in_notebook = shown(error)
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    assert {*modules[1:]} == {"dask_cml.cluster", "dask_cml.errors"}
+    assert {*modules[1:]} == {"dask_cml.errors"}
     assert "\n".join(lines).endswith(str(error))
     assert sum(line.startswith("Traceback") for line in lines) == 1  # of no error behind it
     assert in_notebook[0] == f"LaunchRefused: {error}"
@@ -66,7 +66,7 @@ def test_an_error_of_a_running_cluster_is_shown_without_the_event_loop(platform)
         with pytest.raises(CMLError, match="is closed") as caught:
             cluster.add_worker_group("new")
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
-    assert {*modules[1:]} == {"dask_cml.cluster", "dask_cml.errors"}
+    assert {*modules[1:]} == {"dask_cml.errors"}
 
 
 @pytest.mark.parametrize("granted", [0, 1])

@@ -200,7 +200,9 @@ async def test_a_cancelled_caller_does_not_cancel_the_step_for_other_callers(it)
     async with simulate(name="mine") as cluster:
         with it.platform.held("launch_workers"):
             cluster.worker_spec.update(cluster.new_worker_spec())
-            cancelled, waiting = (asyncio.ensure_future(cluster._correct_state()) for _ in range(2))
+            cancelled = asyncio.ensure_future(cluster._correct_state())
+            await asyncio.sleep(0)  # callers of the same moment share SpecCluster's task
+            waiting = asyncio.ensure_future(cluster._correct_state())
             await eventually(lambda: it.platform.under_way)
             cancelled.cancel()
         await waiting

@@ -128,14 +128,14 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
             len(cluster.view.arrived(group))
             == len(cluster.view.workers_of(group))
             == n
-            == cluster.view.target(group)
+            == cluster.groups.target(group)
         ):
             show()
             return
         problem = cluster.problem
         if cluster.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-        target = cluster.view.target(group)
+        target = cluster.groups.target(group)
         if target != n:
             raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
         if group in cluster.view.shortages:
@@ -164,7 +164,7 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
     """
     async with connected(name) as cluster:
         await cluster.add_worker_group(group, **given(options))
-        n = cluster.view.target(group)
+        n = cluster.groups.target(group)
         await wait_for_scale(cluster, n, group, timeout)
     echo(f"Worker group {group} added to cluster {name}: {_n_workers(n)}")
 

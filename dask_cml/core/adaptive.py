@@ -142,6 +142,8 @@ class CMLAdaptive(Adaptive):
         self.interval = seconds("interval", interval)
         seconds("target_duration", self.target_duration)
         integer("wait_count", self.wait_count, 0)
+        if self.interval:
+            self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
         self._pauses = _Pauses()
         self._least_wait_count = self.wait_count
         self._busy = 0
@@ -181,8 +183,7 @@ class CMLAdaptive(Adaptive):
 
     def begin(self) -> None:
         """Adapt regularly from now on, in the event loop of the process that manages the cluster."""
-        if self.interval and self.periodic_callback is None and not self._released:
-            self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
+        if self.periodic_callback is not None and not self.periodic_callback.is_running():
             self.periodic_callback.start()
             self.state = "running"
 

@@ -406,7 +406,9 @@ class Ending:
 
     def note_error(self, error: BaseException | None) -> None:
         """Note the exception that ends the cluster's block or program, for its log and its history."""
-        if error is None or isinstance(error, SystemExit) or not self._cluster.shutdown_on_close:
+        if self.has_begun or error is None or isinstance(error, SystemExit):
+            return
+        if not self._cluster.shutdown_on_close:
             return
         words = first_line("".join(traceback.format_exception_only(error)))
         self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distributed.deploy.spec import SpecCluster
 
@@ -74,14 +74,6 @@ class Specs(dict[str, Any]):
 
     def __delitem__(self, name: Any) -> None:
         super().__delitem__(str(name))
-
-
-class GroupDescription(Protocol):
-    """A worker group of another process, see :class:`dask_cml.scheduler.board.WantedGroup`."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options that differ from the cluster's."""
 
 
 class Groups:
@@ -214,16 +206,30 @@ class Groups:
             self._excess.pop(group, None)
         self.adapt(group, None)
 
-    def take(self, groups: Mapping[str, GroupDescription]) -> None:
-        """Have these groups instead of the present ones."""
+    def take(self, groups: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
+        """Have the groups and the wanted workers of a keeper instead of the present ones.
+
+        Parameters
+        ----------
+        groups : mapping of str to WantedGroup
+            The groups, see ``dask_cml.scheduler.board.WantedGroup``.
+        wanted : mapping of str to str
+            The groups of the wanted workers by their names.
+        """
         for name in self.names:
             if name not in groups:
                 self.remove(name)
         for name, group in groups.items():
-            is_known = name in self and self._described.get(name) == group.options
-            if name != DEFAULT_GROUP and not is_known:
+            if name != DEFAULT_GROUP and not (name in self and self._described.get(name) == group.options):
                 self._options[name] = self.options().of_group(group.options)
                 self._described[name] = group.options
+            if self.limits(name) != group.adapt:
+                adapts = group.adapt is not None
+                self.adapt(name, CMLAdaptive.of(self._cluster, name, group.adapt) if adapts else None)
+        if self.wanted() != wanted:
+            self.want(wanted)
+        # More may be asked for than the keeper wants by now.
+        self._excess = {name: len(self.workers(name)) - group.target for name, group in groups.items()}
 
     # -- adaptive scaling
 
@@ -356,7 +362,7 @@ class Groups:
 
     def excess(self, group: str) -> int:
         """Return how many of a group's workers are still to be chosen, to close them."""
-        return min(self._excess.get(group, 0), len(self.workers(group)))
+        return max(0, min(self._excess.get(group, 0), len(self.workers(group))))
 
     def others(self, group: str | None = None) -> Sessions:
         """Return the sizes and numbers of all wanted sessions, with the scheduler's, without a group's."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dask_cml.core.interface import Cluster
 from dask_cml.core.messages import Messages
 from dask_cml.core.retirement import Retirements
-from dask_cml.core.workers import Workers
+from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.session import Session
 from dask_cml.words import command
 
@@ -31,15 +29,13 @@ class Sessions:
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
-        raise NotImplementedError
+        return self._cluster.groups.arrived(connected_names(self._cluster), group)
 
-    def target(self, group: str = DEFAULT_GROUP) -> int:
-        """Return how many worker sessions of a group are requested."""
-        raise NotImplementedError
-
-    def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, Any] | None:
-        """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
-        raise NotImplementedError
+    def waits(self, group: str | None = None) -> list[float]:
+        """Return how long the wanted worker sessions that are queued have waited, in seconds."""
+        absent = {*self._cluster.groups.workers(group)} - self.arrived(group)
+        waits = [session.waits_for for session in self.sessions if session.name in absent]
+        return [seconds for seconds in waits if seconds is not None]
 
     @property
     def gave_up(self) -> Mapping[str, str]:
@@ -57,11 +53,13 @@ class Sessions:
         gave_up = self.gave_up
         for group in self._cluster.groups.names:
             absent = {*self.workers_of(group)} - self.arrived(group)
-            wanted = self.target(group) - len(self.arrived(group))
-            if absent or (group not in gave_up and (wanted > 0 or self.limits(group))):
+            wanted = self._cluster.groups.target(group) - len(self.arrived(group))
+            adapts = self._cluster.groups.limits(group) is not None
+            if absent or (group not in gave_up and (wanted > 0 or adapts)):
                 return
         for group, why in gave_up.items():
-            scale = command("scale", self._cluster.options.name, self.target(group), group=group)
+            n = self._cluster.groups.target(group)
+            scale = command("scale", self._cluster.options.name, n, group=group)
             raise CMLError(f"{what}: {why}. To try again, run {scale}")
 
 
@@ -91,22 +89,6 @@ class View(Sessions):
         """The cluster's sessions by their last known state, the scheduler's first."""
         sessions = [process.session for process in self._processes.launched]
         return [session for session in sessions if session is not None]
-
-    def arrived(self, group: str | None = None) -> set[str]:
-        """Return the names of the wanted workers of which a Dask worker is connected."""
-        return self._processes.arrived(group)
-
-    def waits(self, group: str | None = None) -> list[float]:
-        """Return how long the wanted workers that are queued have waited, in seconds."""
-        return self._processes.waits(group)
-
-    def target(self, group: str = DEFAULT_GROUP) -> int:
-        """Return how many worker sessions of a group are requested."""
-        return self._cluster.groups.target(group)
-
-    def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, Any] | None:
-        """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
-        return self._cluster.groups.limits(group)
 
     # -- what is wrong
 

@@ -102,10 +102,6 @@ class Workers:
         """Return the wanted workers that are queued."""
         return [worker for worker in self.wanted(group) if worker.phase is Phase.QUEUED]
 
-    def waits(self, group: str | None = None) -> list[float]:
-        """Return how long the wanted workers that are queued have waited, in seconds."""
-        return [worker.waits_for for worker in self.queued(group) if worker.waits_for is not None]
-
     @property
     def unused(self) -> dict[str, str]:
         """The sessions without a process, such as the engines of refused launches, and their names."""
@@ -195,7 +191,9 @@ class Workers:
             backoff.is_limited = True
             because = f"because {describe(limit)}"
             self._cluster.tell(f"{self._subject(group)} adapts to {int(fit)} of {n} workers, {because}")
-        return backoff.affordable(int(min(n, fit)), len(groups.workers(group)), self.waits(group))
+        return backoff.affordable(
+            int(min(n, fit)), len(groups.workers(group)), self._cluster.view.waits(group)
+        )
 
     def _subject(self, group: str) -> str:
         """Return a group as the subject of a line for the user."""

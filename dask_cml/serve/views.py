@@ -47,7 +47,7 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
         **unconnected(record, status, problem, usage),
         "words": ", ".join(filter(None, words)),
         "groups": [
-            _group(group, cluster.view.limits(group.name), len(cluster.view.waits(group.name)))
+            _group(group, cluster.groups.limits(group.name), len(cluster.view.waits(group.name)))
             for group in groups
         ],
         "n_workers": sum(group.n_workers for group in groups),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.objects import SchedulerInfo
 
 from dask_cml.core.view import Sessions
-from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.session import Session
 from dask_cml.sharing.link import BoardState, Link
 from dask_cml.sharing.report import Report
@@ -53,26 +51,6 @@ class Follower(Sessions):
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
         return self._report.known_sessions()
-
-    def arrived(self, group: str | None = None) -> set[str]:
-        """Return the names of the wanted workers of which a Dask worker is connected."""
-        return self._groups.arrived(connected_names(self._cluster), group)
-
-    def waits(self, group: str | None = None) -> list[float]:
-        """Return how long the queued worker sessions have waited, in seconds."""
-        names = {*self._groups.workers(group)} - self.arrived(group)
-        waits = [session.waits_for for session in self.sessions if session.name in names]
-        return [seconds for seconds in waits if seconds is not None]
-
-    def target(self, group: str = DEFAULT_GROUP) -> int:
-        """Return how many worker sessions of a group are requested."""
-        board_group = self._link.board.groups.get(group)
-        return self._groups.target(group) if board_group is None else board_group.target
-
-    def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, Any] | None:
-        """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
-        board_group = self._link.board.groups.get(group)
-        return self._groups.limits(group) if board_group is None else board_group.adapt
 
     @property
     def staying(self) -> Sequence[str]:
@@ -134,13 +112,11 @@ class Follower(Sessions):
         ValueError
             If the keeper's report is invalid.
         """
-        self._groups.take(board.groups)
         if board.report:
             self._report = Report.read(board.report)
         self._groups.given(self._report.wanted)
-        # What was changed by hand is refused by the next step first.
-        if not self._groups.is_changed_by_hand and self._groups.wanted() != self._report.wanted:
-            self._groups.want(self._report.wanted)
+        if not self._groups.is_changed_by_hand:  # else the next step refuses that first
+            self._groups.take(board.groups, self._report.wanted)
 
     def refuse_changes_by_hand(self) -> None:
         """Undo what was changed by hand in ``worker_spec``.
@@ -153,7 +129,7 @@ class Follower(Sessions):
         if not self._groups.is_changed_by_hand:
             return
         self._groups.take_changes_by_hand()
-        self._groups.want(self._report.wanted)
+        self._groups.take(self._link.board.groups, self._report.wanted)
         name = self._cluster.options.name
         raise CMLError(
             f"worker_spec of cluster {name} not changed: another process manages it. To scale the cluster, "

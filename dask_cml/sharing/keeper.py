@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml import protocol
-from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.core.workers import connected_names, said_by
 from dask_cml.errors import CMLError
 from dask_cml.layout import SCHEDULER
@@ -314,14 +313,9 @@ class Keeper:
         cluster, groups = self._cluster, self._cluster.groups
         cluster.processes.take_over(last.failures, last.gave_up, last.start_times)
         self._app_url = last.app_url
-        groups.take(last.groups)
         groups.given(last.wanted)
-        groups.want(last.wanted)
+        groups.take(last.groups, last.wanted)
         for name, group in last.groups.items():
-            adaptive = None
-            if group.adapt is not None:
-                adaptive = CMLAdaptive.of(cluster, name, group.adapt)
-            groups.adapt(name, adaptive)
             groups.resize(name, group.target, ())
 
     def first_board(self, *, orphan_timeout: float | None, **fields: Any) -> dict[str, Any]:
