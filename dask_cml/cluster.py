@@ -30,7 +30,7 @@ from distributed.utils import Log, Logs, NoOpAwaitable, in_async_call
 
 from dask_cml import output
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
-from dask_cml.checks import check_loop, check_silence_logs, group_name, message
+from dask_cml.checks import group_name, message
 from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
 from dask_cml.core.at_exit import end_at_exit
 from dask_cml.core.connection import Connection
@@ -278,8 +278,6 @@ class CMLCluster(SpecCluster):
         if isinstance(n_workers, str) and not n_workers.isdecimal():
             expected = f"a whole number; to name the cluster, pass name={n_workers!r}"
             raise TypeError(message("n_workers", n_workers, expected))
-        check_loop(asynchronous, loop)
-        check_silence_logs(silence_logs)
         options = Options.read(**given).inheriting()
         own = here.this_cluster()
         if own is not None and options.create_mode == "create" and given.get("create_mode") is None:

@@ -302,7 +302,7 @@ async def test_a_worker_with_an_odd_name_that_others_have_started_spoils_nothing
 
 
 def test_an_asynchronous_cluster_needs_an_event_loop(platform):
-    with pytest.raises(ValueError, match="invalid asynchronous=True: expected a running event loop"):
+    with pytest.raises(RuntimeError, match="without a running loop"):
         CMLCluster(platform="local", asynchronous=True)
 
 
