@@ -18,7 +18,8 @@ from distributed.comm.addressing import parse_address
 from distributed.security import Security
 
 from dask_cml import rpc
-from dask_cml.private_files import make_folder, owner_only
+from dask_cml.errors import reason_of
+from dask_cml.private_files import make_folder, owner_only, read_file
 
 _FOLDER = "keys"
 #: What the text of a key contains, and a path does not.
@@ -108,14 +109,11 @@ def _usable(field: str, value: str | None) -> str | None:
         return value
     path = Path(os.path.abspath(os.path.expandvars(os.path.expanduser(value))))
     try:
-        if not path.is_file():  # reading a pipe would never end
-            why = "not a regular file" if path.exists() else "no such file"
-        elif _PEM in path.read_text(errors="replace"):
+        if _PEM in read_file(path.resolve()).decode(errors="replace"):
             return str(path)
-        else:
-            why = "no PEM file"
-    except OSError as error:
-        why = str(error.strerror)
+        why = "no PEM file"
+    except (OSError, ValueError) as error:
+        why = reason_of(error)
     words = f"a Security whose {field} is a PEM file or its text, got {str(path)!r} ({why})"
     raise ValueError(f"invalid security: expected {words}")
 
@@ -126,26 +124,23 @@ def _check_dates(values: Mapping[str, str]) -> None:
 
     now = datetime.now(timezone.utc)
     for field in ("tls_ca_file", *(f"tls_{role}_cert" for role in _ROLES)):
-        value = values[field]
-        text = value if _PEM in value else Path(value).read_text(errors="replace")
-        certificates = x509.load_pem_x509_certificates(text.encode())
+        certificates = x509.load_pem_x509_certificates(_text(values[field]).encode())
         if field != "tls_ca_file":  # a bundle of authorities may have old ones
             certificates = certificates[:1]
         if not any(known.not_valid_before_utc <= now <= known.not_valid_after_utc for known in certificates):
-            first, shown = certificates[0], "its text" if _PEM in value else repr(value)
-            dates = (
-                f"{first.not_valid_before_utc:%Y-%m-%d %H:%M} to {first.not_valid_after_utc:%Y-%m-%d %H:%M}"
-            )
-            expected = f"a Security whose {field} is valid now, got {shown} (valid from {dates} UTC)"
+            begin, end = certificates[0].not_valid_before_utc, certificates[0].not_valid_after_utc
+            expected = f"a Security whose {field} is valid now, got one valid from {begin} to {end}"
             raise ValueError(f"invalid security: expected {expected}")
+
+
+def _text(value: str) -> str:
+    """Return the text of a key, or of its file."""
+    return value if _PEM in value else Path(value).read_text(errors="replace")
 
 
 def _with_key(certificate: str | None) -> str | None:
     """Return the file or the text of a certificate if it contains the key, too."""
-    if certificate is None:
-        return None
-    text = certificate if _PEM in certificate else Path(certificate).read_text()
-    return certificate if "PRIVATE KEY-----" in text else None
+    return certificate if certificate is not None and "PRIVATE KEY-----" in _text(certificate) else None
 
 
 def write(files: Mapping[Path, str]) -> None:
