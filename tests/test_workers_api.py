@@ -899,7 +899,7 @@ async def test_the_number_of_hanging_calls_is_limited(stub, hasty, monkeypatch):
 async def test_a_launch_that_hangs_is_repeated_once_until_a_call_returns(stub, hasty, left):
     with stub.hangs("launch_workers", times=100, after=True) as release:
         for _ in range(2):
-            with pytest.raises(CallFailed, match="2 earlier calls have not returned"):
+            with pytest.raises(CallFailed, match="no answer within"):
                 await hasty.launch(plan("mine"))
         assert stub.count("launch_workers") == 2
         launching = asyncio.create_task(hasty.launch(plan("mine")))
@@ -910,7 +910,7 @@ async def test_a_launch_that_hangs_is_repeated_once_until_a_call_returns(stub, h
 
 async def test_calls_that_hang_for_an_hour_are_lost(stub, hasty, monkeypatch):
     with stub.hangs("launch_workers", times=2):
-        with pytest.raises(CallFailed, match="2 earlier calls have not returned"):
+        with pytest.raises(CallFailed, match="no answer within"):
             await hasty.launch(plan("mine"))
         monkeypatch.setattr(calls, "_LOST_AFTER", 0.0)
         await hasty.launch(plan("mine"))

@@ -149,12 +149,7 @@ class Calls:
             future = start(function)
             self._under_way[future] = call
             future.add_done_callback(self._under_way.pop)
-            # Not wait_for: if the waiting task is cancelled, the thread goes on, and nobody may see its
-            # error.
-            wrapped = asyncio.wrap_future(future)
-            wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
-            await asyncio.wait([wrapped], timeout=limit)
-        return self._result(future, limit)
+            return await self._first_answer([future], limit)
 
     def _hanging(self, made: Hashable) -> list[Future[Any]]:
         """Return the calls under way that make something, unless they are lost."""
@@ -163,14 +158,16 @@ class Calls:
         since, calls = time.monotonic() - _LOST_AFTER, self._under_way.copy().items()
         return [future for future, call in calls if call.made == made and call.at > since]
 
-    async def _first_answer(self, hanging: Collection[Future[Any]], limit: float) -> Any:
-        waiting = {asyncio.wrap_future(future): future for future in hanging}
+    async def _first_answer(self, futures: Collection[Future[Any]], limit: float) -> Any:
+        # Not wait_for: if the waiting task is cancelled, the threads go on, and nobody may see their errors.
+        waiting = [asyncio.wrap_future(future) for future in futures]
         for wrapped in waiting:
             wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
-        done, _ = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise NoAnswer(f"{len(hanging)} earlier calls have not returned")
-        return waiting[done.pop()].result()
+        answered, _ = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if answered:
+            return answered.pop().result()
+        self.leave_behind()
+        raise _no_answer(limit)
 
     def wait_for(self, verb: str, limit: float) -> None:
         """Block until no call of :meth:`do` with this verb is under way, for some seconds at most."""
@@ -178,23 +175,14 @@ class Calls:
         wait(futures, timeout=max(0.0, limit))
         self.leave_behind()
 
-    def run_all(self, functions: Collection[Callable[[], Any]], limit: float) -> list[Exception]:
+    def run_all(self, functions: Collection[Callable[[], Any]], limit: float) -> list[BaseException]:
         """Call functions concurrently, block until they return, and return the errors."""
         futures = [start(function) for function in functions]
         wait(futures, timeout=max(0.0, limit))
-        errors = []
-        for future in futures:
-            try:
-                self._result(future, limit)
-            except Exception as error:  # of the function
-                errors.append(error)
-        return errors
-
-    def _result(self, future: Future[Any], limit: float) -> Any:
-        if future.done():
-            return future.result()
-        self.leave_behind()
-        raise NoAnswer(f"no answer within {limit:g} s")
+        if not all(future.done() for future in futures):
+            self.leave_behind()
+        errors = [future.exception() if future.done() else _no_answer(limit) for future in futures]
+        return [error for error in errors if error is not None]
 
     def leave_behind(self) -> None:
         """Let the interpreter exit without waiting for the platform's own thread pools, if they hang."""
@@ -245,5 +233,9 @@ def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> 
     future = start(functools.partial(function, *arguments))
     wait([future], timeout=seconds)
     if not future.done():
-        raise NoAnswer(f"no answer within {seconds:g} s")
+        raise _no_answer(seconds)
     return future.result()
+
+
+def _no_answer(seconds: float) -> NoAnswer:
+    return NoAnswer(f"no answer within {seconds:g} s")

@@ -457,7 +457,7 @@ class WorkersAPI:
             left, why = ", ".join(sorted(self.live)), answers.in_words(errors[-1])
             raise CallFailed(f"CML did not stop {left}, which may still run: {why}") from errors[-1]
 
-    def _stop_live(self, limit: float, *, one_by_one: bool = False) -> list[Exception]:
+    def _stop_live(self, limit: float, *, one_by_one: bool = False) -> list[BaseException]:
         """Stop all live sessions by one call, or one by one, so that a call that hangs delays no other."""
         with self._lock:
             ids = sorted(self.live)
