@@ -55,7 +55,6 @@ def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0
         session=session,
         waits_for=waits_for,
         launched_at=launched_at,
-        is_scheduling=status == "scheduling",
     )
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from dask_cml.checks import is_session_id, web_link
-from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.errors import CMLError
 from dask_cml.sessions.here import this_owner
 from dask_cml.words import printable, printable_lines, shortened
 
@@ -184,11 +184,6 @@ def launched(answer: Any) -> SessionInfo:
     return _read(session)
 
 
-def refusal(name: str, answer: SessionInfo) -> LaunchRefused:
-    """Return the error for a refused launch, with the platform's error message."""
-    return LaunchRefused(name, reason_of(answer) or "no reason given")
-
-
 def reason_of(session: SessionInfo) -> str:
     """Return why a session is refused, waits or has ended, in the platform's words. Empty if it gives none.
 
@@ -221,15 +216,15 @@ def check_stopped(ids: Collection[str], answer: Any) -> None:
         raise _wrong(answer)
     # 404: the session has ended already. The order of the answers may differ from the order of the ids.
     codes = [getattr(response, "status_code", None) for response in answer]
-    bad = sorted({code for code in codes if isinstance(code, int) and code >= 400 and code != 404})
-    if any(isinstance(code, int) and code not in bad for code in codes) and (bad or len(codes) < len(ids)):
-        raise NotAllStopped(
-            f"CML answered {', '.join(map(str, bad)) or 'for some of them only'}", max(bad, default=None)
-        )
-    if bad:
-        raise WrongAnswer(f"CML answered {', '.join(map(str, bad))}", max(bad))
-    if len(codes) < len(ids) or None in codes:
-        raise _wrong(next((response for response in answer if not hasattr(response, "status_code")), None))
+    known = [code for code in codes if isinstance(code, int)]
+    good = [code for code in known if code < 400 or code == 404]
+    if len(good) == len(answer) >= len(ids):
+        return
+    if not known:
+        raise _wrong(next(iter(answer), None))
+    bad = sorted({*known} - {*good})
+    kind = NotAllStopped if good else WrongAnswer
+    raise kind(f"CML answered {', '.join(map(str, bad)) or 'for some of them only'}", max(bad, default=None))
 
 
 def _wrong(answer: Any) -> WrongAnswer:

@@ -290,14 +290,8 @@ class CMLProcess(ProcessInterface):
     @property
     def waits_for(self) -> float | None:
         """Time for which the session has been queued, in seconds. None if it is not queued yet."""
-        if not self.is_scheduling or self.status == Status.closed:
-            return None
-        return self.launched_for if self.launched_for > WAITS_AFTER else None
-
-    @property
-    def is_scheduling(self) -> bool:
-        """Whether the platform has not started the session yet, even for a moment."""
-        return self.info.get("status") == "scheduling"
+        is_scheduling = self.info.get("status") == "scheduling" and self.status != Status.closed
+        return self.launched_for if is_scheduling and self.launched_for > WAITS_AFTER else None
 
     @property
     def has_ended(self) -> bool:

@@ -228,7 +228,7 @@ class WorkersAPI:
             self.adopt(engine, plan.name)
             self._try_to_stop(engine)
             self._stopping.discard(engine)  # its end makes no room for another try
-        raise answers.refusal(plan.name, session)
+        raise LaunchRefused(plan.name, answers.reason_of(session) or "no reason given")
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take over a session, also one that another process launched.
