@@ -19,6 +19,7 @@ _CHECKS_BY_TYPE: dict[str, Callable[..., Any]] = {
     "GiB": checks.gibibytes,
     "array": checks.names,
     "boolean": checks.boolean,
+    "enum": checks.choice,
     "integer": checks.integer,
     "number": checks.positive,
     "s": checks.seconds,
@@ -26,7 +27,6 @@ _CHECKS_BY_TYPE: dict[str, Callable[..., Any]] = {
 }
 #: The checks of other options by their keys.
 _CHECKS: dict[str, Callable[..., Any]] = {
-    "create-mode": checks.choice,
     "env": checks.environment,
     "history.logs": checks.gibibytes_or_none,
     "idle-timeout": checks.seconds_or_none,
@@ -37,7 +37,6 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "name": checks.cluster_name,
     "nthreads": checks.threads,
     "orphan-timeout": checks.seconds_or_none,
-    "platform": checks.choice,
     "processes": checks.processes,
     "resources": checks.resources,
     "scheduler-args": checks.scheduler_args,
@@ -49,19 +48,8 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "worker-command": checks.worker_command,
     "worker-groups": checks.worker_groups,
 }
-#: The arguments of checks, and the attributes of options, by the keys of the schema.
+#: The arguments of checks, by the keys of the schema.
 _BOUNDS = {"minimum": "least", "maximum": "most", "enum": "choices", "x-refused": "refused"}
-_ATTRIBUTES = {
-    "default": "default",
-    "description": "description",
-    "title": "title",
-    "enum": "choices",
-    "x-unit": "unit",
-    "x-elsewhere": "elsewhere",
-    "x-group": "is_grouped",
-    "x-recorded": "is_recorded",
-    "x-secret": "is_secret",
-}
 
 
 @dataclass(frozen=True)
@@ -117,13 +105,13 @@ class Option:
     needs: Sequence[str]
     default: Any
     description: str
-    title: str = ""
-    choices: Sequence[str] = ()
-    unit: str | None = None
-    elsewhere: Sequence[str] = ()
-    is_grouped: bool = False
-    is_recorded: bool = True
-    is_secret: bool = False
+    title: str
+    choices: Sequence[str]
+    unit: str | None
+    elsewhere: Sequence[str]
+    is_grouped: bool
+    is_recorded: bool
+    is_secret: bool
 
     @property
     def name(self) -> str:
@@ -156,7 +144,7 @@ def _option(key: str, heading: str, about: Mapping[str, Any]) -> Option:
     """Return an option by its entry in the schema."""
     kinds = [about["type"]] if isinstance(about["type"], str) else about["type"]
     kind = "string" if "string" in kinds else kinds[0]
-    check = _CHECKS.get(key) or _CHECKS_BY_TYPE[about.get("x-unit", kind)]
+    check = _CHECKS.get(key) or _CHECKS_BY_TYPE["enum" if "enum" in about else about.get("x-unit", kind)]
     is_argument = about.get("x-argument", "." not in key)
     return Option(
         key=key,
@@ -171,7 +159,15 @@ def _option(key: str, heading: str, about: Mapping[str, Any]) -> Option:
             for name in inspect.signature(check).parameters
             if name.replace("_", "-") in _CML["properties"]
         ],
-        **{name: about[keyword] for keyword, name in _ATTRIBUTES.items() if keyword in about},
+        default=about["default"],
+        description=about["description"],
+        title=about.get("title", ""),
+        choices=about.get("enum", ()),
+        unit=about.get("x-unit"),
+        elsewhere=about.get("x-elsewhere", ()),
+        is_grouped=about.get("x-group", False),
+        is_recorded=about.get("x-recorded", True),
+        is_secret=about.get("x-secret", False),
     )
 
 

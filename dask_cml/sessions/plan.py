@@ -28,6 +28,7 @@ from dask_cml.layout import (
     NUMBER,
     PROGRAM_FOLDER,
     SCHEDULER,
+    STARTED_FOLDER,
     WORKER,
     WORKER_GROUP,
     board_file,
@@ -74,6 +75,8 @@ class SessionPlan:
         Additional parameters of ``launch_workers``.
     hidden : collection of str
         The variables whose values are not shown, because they may be secret.
+    started : Path
+        The file in which a session says that it has taken the name. No other session takes it then.
     """
 
     name: str
@@ -84,6 +87,7 @@ class SessionPlan:
     log: Path
     launch_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     hidden: Collection[str] = ()
+    started: Path = Path()
 
     def __str__(self) -> str:
         size = self.size
@@ -283,7 +287,7 @@ def _plan(
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
-    session["name"] = quote(started, safe="")
+    session["name"] = quoted = quote(started, safe="")
     session["scheduler_file"] = scheduler_file(place.number)
     session["command"] = [*command, *arguments]
     session["words"] = [*words] or None
@@ -304,7 +308,8 @@ def _plan(
         env[EXPANDED] = json.dumps(expanded)
     if place.record is not None:
         env |= {CLIENT_NAME: inside_name(place.record), CLUSTER: options.name}
-    return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env, EXPANDED})
+    hidden, file = {*options.env, EXPANDED}, place.folder / STARTED_FOLDER / quoted
+    return SessionPlan(name, title, size, code, env, log, launch_options, hidden, file)
 
 
 def session_code(title: str, arguments: Mapping[str, Any]) -> str:

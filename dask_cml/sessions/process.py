@@ -7,14 +7,13 @@ import json
 import time
 from collections.abc import Mapping, Set
 from typing import Any
-from urllib.parse import quote
 
 from distributed.utils import import_term
 
 from dask_cml.cancellation import first_of
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
-from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
+from dask_cml.layout import scheduler_file
 from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options
 from dask_cml.output import get_logger
@@ -32,20 +31,6 @@ logger = get_logger(__name__)
 _SCHEDULER_PORT = 8786
 _POLL_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
-
-
-def _read_started(place: Place, name: str) -> str | None:
-    """Return the session that has started under a name. None: no session has.
-
-    Raises
-    ------
-    OSError, ValueError, CMLError
-        If the session's file cannot be read.
-    """
-    try:
-        return read_file(place.folder / STARTED_FOLDER / quote(name, safe="")).decode(errors="replace")
-    except FileNotFoundError:
-        return None
 
 
 def class_of(spec: Mapping[str, Any]) -> Any:
@@ -119,12 +104,9 @@ class CMLScheduler(CMLProcess):
 
     async def _take_started(self) -> bool:
         """Take the session that has taken the scheduler's name. Return False if it cannot be read now."""
-        try:
-            self._take(await asyncio.to_thread(_read_started, self.place, f"{SCHEDULER}-{self.place.number}"))
-        except (OSError, ValueError, CMLError) as error:  # it is read again until the answer is late
-            logger.info("Session of the scheduler not read: %r", error)
-            return False
-        return True
+        started = await self.read_started()  # it is read again until the answer is late
+        self._take(started)
+        return started is not None
 
     def _take(self, session: object) -> None:
         """Take the session in which the scheduler runs, perhaps that of a launch whose answer was lost."""
@@ -248,7 +230,6 @@ class CMLWorker(CMLProcess):
             options = options.of_group(own)
         super().__init__(api, options, plan_worker(options, place, name, scheduler, worker_group))
         self.group = worker_group
-        self._place = place
         self.dask_names = dask_names(name, options.processes)
         self.seen: set[str] = set()
         self.arrived_at: float | None = None
@@ -308,9 +289,4 @@ class CMLWorker(CMLProcess):
 
     async def started_session(self) -> str | None:
         """Return the session that has taken this worker's name. None: none has, or it cannot be read."""
-        try:
-            session = await asyncio.to_thread(_read_started, self._place, self.name)
-        except (OSError, ValueError, CMLError) as error:
-            logger.info("Session of worker %s not read: %s", self.name, error)
-            return None
-        return session if is_session_id(session) else None
+        return await self.read_started() or None

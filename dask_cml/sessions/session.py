@@ -15,9 +15,11 @@ from typing import Any
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
-from dask_cml.checks import web_link
+from dask_cml.checks import is_session_id, web_link
+from dask_cml.errors import CMLError
 from dask_cml.options import Options, SessionSize
-from dask_cml.private_files import append
+from dask_cml.output import get_logger
+from dask_cml.private_files import append, read_file
 from dask_cml.sessions.answers import UNLISTED, SessionInfo, has_ended, is_pending, reason_of, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
@@ -26,6 +28,8 @@ from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.session_logs import LOST, last_lines
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
+
+logger = get_logger(__name__)
 
 _LOG_LINES = 15
 #: Seconds in `scheduling` after which a session counts as queued.
@@ -353,6 +357,17 @@ class CMLProcess(ProcessInterface):
             begun = time_of(listed, "running_at") if self.adopted and runs else None
             self._begun_at = time.monotonic() - (0.0 if begun is None else _seconds_since(begun))
         return has_ended(self.info)
+
+    async def read_started(self) -> str | None:
+        """Return the session that has taken the name. Empty: none has. None: it cannot be read now."""
+        try:
+            session = (await asyncio.to_thread(read_file, self.plan.started)).decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, CMLError) as error:
+            logger.info("Session of %s not read: %r", self.name, error)
+            return None
+        return session if is_session_id(session) else ""
 
     async def last_lines(self) -> list[str]:
         """Return the last lines of the session's output."""
