@@ -18,7 +18,7 @@ from distributed import Scheduler
 from simulated.process import SimulatedProcess
 from simulated.world import World
 
-from dask_cml import CMLCluster, cli
+from dask_cml import CMLCluster, CMLError, cli
 from dask_cml.discovery import discover
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.observers import ObservedCluster
@@ -319,6 +319,17 @@ def delay_requests(cluster: CMLCluster, seconds: float) -> None:
         return await post(*arguments, **options)
 
     cluster.sharing.link.post = post_later  # type: ignore[method-assign]
+
+
+def lose_answers(cluster: CMLCluster) -> None:
+    """Let the scheduler take what a manager reports from now on, and its answers get lost."""
+    report = cluster.sharing.link.report
+
+    async def report_in_vain(**values: Any) -> Any:
+        await report(**values)
+        raise CMLError("the scheduler does not answer")
+
+    cluster.sharing.link.report = report_in_vain  # type: ignore[method-assign]
 
 
 def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:

@@ -67,8 +67,8 @@ def post(number: int = 1, sender: str = "a", **request: Any) -> dict[str, Any]:
 
 def report(**values: Any) -> dict[str, Any]:
     """Return the message of a keeper that reports, by default with nothing new."""
-    message = {"keeper": "keeper", "term": 1, "report": {}, "events": [], "n_before": 0, "leaves": False}
-    return message | values
+    message = {"keeper": "keeper", "term": 1, "report": {}, "asked": 0, "events": [], "n_before": 0}
+    return {**message, "leaves": False, **values}
 
 
 @contextlib.asynccontextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dask_cml.scheduler import board as module
-from dask_cml.scheduler.board import Board, Limits, Request
+from dask_cml.scheduler.board import Board, Request
 
 LIMITS = {"minimum": 4, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
-ADAPT = Request(kind="adapt", limits=Limits(**LIMITS))
+ADAPT = Request(kind="adapt", limits=LIMITS)
 GPU = Request(kind="add group", group="gpu", n=1, options={"cpu": 2})
 
 
@@ -46,11 +46,6 @@ def test_requests_are_kept_in_their_order_and_the_groups_are_as_after_them(board
     assert board.groups["default"].adapt is None
     post(board, ADAPT, Request(kind="stop adapting"))
     assert (targets(board), board.groups["default"].adapt) == ({"default": 4}, None)
-
-
-def test_of_several_sizes_in_a_row_the_last_one_is_kept(board):
-    post(board, GPU, scale(2), scale(3), scale(4, "gpu"), scale(5))
-    assert mail(board) == [(1, GPU), (3, scale(3)), (4, scale(4, "gpu")), (5, scale(5))]
 
 
 def test_a_request_that_is_repeated_undoes_no_later_one(board):

@@ -11,8 +11,10 @@ from clusters import (
     board_of,
     create_elsewhere,
     id_on_board,
+    lose_answers,
     rebuild,
     record_of,
+    run_command,
     scheduler_number,
     simulate,
     step_in,
@@ -24,6 +26,7 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLError
 from dask_cml.records import store
 from dask_cml.scheduler.board import Request
+from dask_cml.scheduler.resident import WHO
 from dask_cml.sharing.link import BoardState, Link
 
 
@@ -161,6 +164,21 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
             await second.shutdown()
 
 
+@simulated
+async def test_a_request_that_the_scheduler_has_by_a_report_is_not_posted_again_by_who_leaves(it):
+    """Another user may have asked for something else meanwhile."""
+    async with simulate(name="mine", security=True, shutdown_on_close=False, n_workers=1) as cluster:
+        lose_answers(cluster)
+        await cluster.scale(3)
+        await eventually(lambda: store.read("mine").scheduler.groups["default"].target == 3)
+        await run_command("scale", "mine", 2)
+        await eventually(lambda: target(cluster) == 2)
+    await eventually(lambda: store.read("mine").scheduler.manager == WHO)
+    await asyncio.sleep(10.0)
+    assert store.read("mine").scheduler.groups["default"].target == 2
+    await (await rebuild("mine")).shutdown()
+
+
 async def test_the_answer_of_a_replaced_scheduler_does_not_count_for_a_request():
     async def ask(op, *_, **message):
         asked.append((link.address, message["number"]))
@@ -172,6 +190,6 @@ async def test_the_answer_of_a_replaced_scheduler_does_not_count_for_a_request()
 
     asked, link = [], Link("me", "mine", "somebody")
     link.address, link.connected, link.ask = "tcp://10.0.0.1:8786", True, ask
-    await link.post(Request(kind="scale", n=5))
+    await link.post(1, Request(kind="scale", n=5))
     assert asked == [("tcp://10.0.0.1:8786", 1), ("tcp://10.0.0.2:8786", 1)]
     assert (link.board.revision, link.board.keeper) == (4, "me")

@@ -164,13 +164,13 @@ class CMLAdaptive(Adaptive):
         group : str
             The worker group.
         limits : mapping
-            The limits and options, see ``dask_cml.scheduler.board.Limits``.
+            The limits and options, see :attr:`limits`.
         """
         return cls(cluster, worker_group=group, **limits)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The limits for the board, see ``dask_cml.scheduler.board.Limits``."""
+        """The limits and options for the board."""
         return {
             "minimum": int(self.minimum),
             "maximum": int(self.maximum),

@@ -19,16 +19,6 @@ from dask_cml.validation import validate
 _MOST_LETTERS = _MOST_SENDERS = 1000
 
 
-class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """The limits and options of a worker group's adaptive scaling."""
-
-    minimum: int
-    maximum: int
-    interval: float
-    wait_count: int
-    target_duration: float
-
-
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True, omit_defaults=True):
     """What a user asks for of a cluster.
 
@@ -40,8 +30,8 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
         The worker group.
     n : int
         Number of worker sessions, to scale a group or of a new one.
-    limits : Limits or None
-        The limits of adaptive scaling.
+    limits : mapping or None
+        The limits and options of adaptive scaling, see :attr:`dask_cml.core.adaptive.CMLAdaptive.limits`.
     options : mapping
         The options of a new group, as in ``CMLCluster.add_worker_group``.
     names : collection of str
@@ -51,18 +41,9 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
     kind: Literal["scale", "adapt", "stop adapting", "add group", "delete group", "close"]
     group: str = DEFAULT_GROUP
     n: int = 0
-    limits: Limits | None = None
+    limits: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = msgspec.field(default_factory=dict)
     names: Collection[str] = ()
-
-
-def arguments_of(request: Request) -> dict[str, Any]:
-    """Return the arguments of :meth:`dask_cml.CMLCluster._carry_out` for a request."""
-    arguments = msgspec.structs.asdict(request)
-    del arguments["kind"]
-    if request.limits is not None:
-        arguments["limits"] = msgspec.to_builtins(request.limits)
-    return arguments
 
 
 @dataclass(frozen=True)
@@ -92,7 +73,7 @@ class WantedGroup:
     target : int
         Number of requested worker sessions.
     adapt : mapping or None
-        The :class:`Limits` of adaptive scaling. None: the group has a fixed size.
+        The limits and options of adaptive scaling. None: the group has a fixed size.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -125,12 +106,11 @@ def after(groups: Mapping[str, WantedGroup], request: Request) -> dict[str, Want
         known = replace(known, target=request.n, adapt=None)
     elif request.kind == "stop adapting":
         known = replace(known, adapt=None)
-    elif request.limits is None:
-        raise ValueError("invalid limits=None: expected the limits of adaptive scaling")
     else:
+        limits = request.limits or {}
         # At once: the keeper adapts to the work later.
-        target = min(max(known.target, request.limits.minimum), request.limits.maximum)
-        known = replace(known, target=target, adapt=msgspec.to_builtins(request.limits))
+        target = min(max(known.target, limits["minimum"]), limits["maximum"])
+        known = replace(known, target=target, adapt=limits)
     return {**groups, name: known}
 
 
@@ -228,16 +208,15 @@ class Board:
             )
         if request.kind != "close":
             self.groups = after(self.groups, request)
-        is_repeated = self.mail and self.mail[-1].request.kind == request.kind == "scale"
-        letter = Letter(self.last + 1, request)
-        if is_repeated and self.mail[-1].request.group == request.group:  # the last one counts
-            self.mail.pop()
-        self.mail.append(letter)
-        self.posted.pop(sender, None)
-        self.posted[sender] = number
+        self.mail.append(Letter(self.last + 1, request))
+        self.note_posted(sender, number)
+        self.touch()
+
+    def note_posted(self, sender: str, number: int) -> None:
+        """Note the number of the last request of a process that is in the mail or in its own report."""
+        self.posted[sender] = max(number, self.posted.pop(sender, 0))
         if len(self.posted) > _MOST_SENDERS:
             del self.posted[next(iter(self.posted))]
-        self.touch()
 
     def keep(self, keeper: str | None) -> None:
         """Let a process keep the cluster, or nobody, in a new term."""

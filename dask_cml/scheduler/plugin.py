@@ -298,6 +298,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         keeper: str,
         term: int,
         report: Mapping[str, Any],
+        asked: int,
         events: Sequence[Mapping[str, str]],
         n_before: int,
         leaves: bool,
@@ -314,6 +315,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
             The term in which it keeps the cluster.
         report : mapping
             What it says, see :class:`dask_cml.sharing.report.Report`.
+        asked : int
+            The number of the last request of its users that the report contains. 0: nothing new.
         events : sequence of mapping
             What has become of sessions, and the lines for clients, for Dask's log of events.
         n_before : int
@@ -324,6 +327,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
         if (keeper, term) != (self._board.keeper, self._board.term):
             return {"refused": "another process manages the cluster"}
         self._board.take_report(report)
+        if asked:
+            self._board.note_posted(keeper, asked)
         known = self._n_events if term == self._reported_term else 0
         for event in events[max(0, known - n_before) :]:
             topic = protocol.LINES if event.get("action") == "line" else protocol.TOPIC

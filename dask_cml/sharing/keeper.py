@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dask_cml import protocol
 from dask_cml.core.workers import connected_names, said_by
 from dask_cml.errors import CMLError
@@ -19,7 +21,7 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import get_logger
 from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.scheduler.board import Letter, Request, WantedGroup, arguments_of
+from dask_cml.scheduler.board import Letter, Request, WantedGroup
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLWorker
@@ -60,14 +62,14 @@ class Keeper:
     ----------
     journal : Journal
         Writes the record.
-    unreported : list of Request
-        What users of this process have asked for, and the scheduler has not heard of yet.
+    unreported : dict of int to Request
+        What users of this process have asked for, and the scheduler may not have heard of, by its numbers.
     """
 
     def __init__(self, cluster: CMLCluster, link: Link, record: Record, term: int, taken: int) -> None:
         self.term, self.taken = term, taken
         self.journal = Journal(cluster.api, record)
-        self.unreported: list[Request] = []
+        self.unreported: dict[int, Request] = {}
         self._cluster, self._link, self._record = cluster, link, record
         self._strays: dict[str, float] = {}
         self._next_strays = 0.0
@@ -98,7 +100,7 @@ class Keeper:
         for letter in new:
             request, name = letter.request, self._record.name
             try:
-                self._cluster._carry_out(request.kind, **arguments_of(request))
+                self._cluster._carry_out(**msgspec.structs.asdict(request))
             except (ValueError, TypeError) as error:  # its group was deleted meanwhile, for example
                 logger.warning("Request of another process for cluster %s refused: %s", name, error)
             self.taken = letter.number
@@ -147,7 +149,7 @@ class Keeper:
     async def give_up(self, last: Mapping[str, Any]) -> None:
         """Let another process keep the cluster, because this one cannot go on after the last report."""
         with contextlib.suppress(CMLError):
-            await self._link.report(term=self.term, report=last, events=[], n_before=0, leaves=True)
+            await self._link.report(term=self.term, report=last, asked=0, events=[], n_before=0, leaves=True)
 
     async def publish(self, *, leaves: bool = False) -> None:
         """Report what this process knows and wants, as far as it has changed. Log errors.
@@ -157,19 +159,20 @@ class Keeper:
         async with self._publishing:
             if not (self._link.connected or leaves):  # who leaves does not watch any more
                 return
-            report, events, unreported = self.report().to_json(), [*self._events], [*self.unreported]
-            n_before = self._n_events - len(events)  # others may be noted while the scheduler answers
-            if report == self._published and not (events or unreported or leaves):
+            # Others may be noted while the scheduler answers.
+            report, events, asked = self.report().to_json(), [*self._events], max(self.unreported, default=0)
+            n_before = self._n_events - len(events)
+            if report == self._published and not (events or asked or leaves):
                 return
+            message = {"report": report, "asked": asked, "events": events, "n_before": n_before}
             try:
-                await self._link.report(
-                    term=self.term, report=report, events=events, n_before=n_before, leaves=leaves
-                )
+                await self._link.report(term=self.term, leaves=leaves, **message)
             except CMLError as error:
                 logger.info("Report on cluster %s not taken: %s", self._record.name, error)
                 return
             self._published = report
-            self.unreported = [request for request in self.unreported if request not in unreported]
+            for number in [number for number in self.unreported if number <= asked]:
+                del self.unreported[number]
             while len(self._events) > self._n_events - n_before - len(events):
                 self._events.popleft()
 

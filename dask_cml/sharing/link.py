@@ -129,8 +129,8 @@ class Link:
         self.connected = False
         self.heard = time.monotonic()
         self._cluster, self._who = cluster, who
-        #: How many requests this process has posted.
-        self._n_posted = 0
+        #: How many requests users of this process have made.
+        self._n_asked = 0
         self._posting = asyncio.Lock()
         self._watching: Comm | None = None
 
@@ -217,18 +217,21 @@ class Link:
         self.connected = True
         return board
 
-    async def post(self, request: Request) -> None:
-        """Post what a user of this process asks for.
+    def next_number(self) -> int:
+        """Return the number of another request of this process, which the scheduler takes once."""
+        self._n_asked += 1
+        return self._n_asked
+
+    async def post(self, number: int, request: Request) -> None:
+        """Post what a user of this process asks for, unless the scheduler has it.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer, or refuses it.
         """
-        async with self._posting:  # in the order of the calls: the scheduler takes a late one for a repeat
-            self._n_posted += 1
-            content, number = msgspec.to_builtins(request), self._n_posted
-            message = {"sender": self.id, "number": number, "request": content}
+        async with self._posting:  # in their order: the scheduler takes a late one for a repeat
+            message = {"sender": self.id, "number": number, "request": msgspec.to_builtins(request)}
             began = time.monotonic()
             try:
                 await self._ask_board(protocol.POST, **message)
@@ -256,7 +259,8 @@ class Link:
         CMLError
             If the scheduler does not answer.
         """
-        return await self._write(protocol.REPORT, keeper=self.id, **values)
+        async with self._posting:
+            return await self._write(protocol.REPORT, keeper=self.id, **values)
 
     async def _write(self, op: str, **arguments: Any) -> BoardState:
         try:

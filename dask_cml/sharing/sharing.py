@@ -452,14 +452,14 @@ class Sharing:
         await self._cluster._stop_looking()  # a launch that is answered meanwhile is entered into the record
         self._cluster.note_changes_by_hand()
         self._follow_role(keeper.report())
-        for request in keeper.unreported:
-            self._post_soon(request)
+        for number, request in keeper.unreported.items():
+            self._post_soon(number, request)
         await self._cluster.ending.yield_sessions()
 
     def asked(self, kind: str, **arguments: Any) -> None:
         """Note what a user of this process has asked for and is carried out here. Report it soon."""
         if self._keeper is not None and self._following is not None:
-            self._keeper.unreported.append(_request(kind, arguments))
+            self._keeper.unreported[self.link.next_number()] = _request(kind, arguments)
             self._keep_task(self._keeper.publish())
 
     def post(self, kind: str, **arguments: Any) -> asyncio.Task[None]:
@@ -470,13 +470,13 @@ class Sharing:
         CMLError
             If the scheduler does not answer, or refuses it.
         """
-        return self._post_soon(_request(kind, arguments))
+        return self._post_soon(self.link.next_number(), _request(kind, arguments))
 
-    def _post_soon(self, request: Request) -> asyncio.Task[None]:
-        return self._keep_task(self._post(request))
+    def _post_soon(self, number: int, request: Request) -> asyncio.Task[None]:
+        return self._keep_task(self._post(number, request))
 
-    async def _post(self, request: Request) -> None:
-        await self.link.post(request)
+    async def _post(self, number: int, request: Request) -> None:
+        await self.link.post(number, request)
         if self._follower is not None:
             self._follower.show(self.link.board)
 
@@ -648,9 +648,10 @@ class Sharing:
         await keeper.journal.write(self._cluster.processes.launched)
         if how is How.LEAVE:
             await keeper.publish(leaves=True)
-            for request in keeper.unreported:  # another process keeps it, or nobody answers
+            # Another process keeps it, or nobody answers.
+            for number, request in [*keeper.unreported.items()]:
                 with contextlib.suppress(CMLError):
-                    await self.link.post(request)
+                    await self.link.post(number, request)
 
     def disconnect(self) -> None:
         """Follow the board no more, by which the scheduler notices that this process has left."""
