@@ -1,7 +1,7 @@
 """All changes of the code and the private parts of other libraries, where they lack a setting or a hook.
 
 Each function is one change. Its docstring says why it is made, in which releases it is needed, and until
-when. No other module assigns to what another library defines; ``docs/internals.md`` lists the functions.
+when. No other module assigns to what another library defines.
 """
 
 from __future__ import annotations

@@ -42,7 +42,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
     pytest.param(path, id=path.name, marks=pytest.mark.images if path.name == "examples.md" else ())
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+    for path in [
+        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "DEVELOPING")),
+        *sorted(DOCS.glob("*.md")),
+    ]
 ]
 MODULES = [
     name
@@ -165,7 +168,7 @@ def test_the_calls_of_the_api_answer_as_the_page_says(project):
     env = {**os.environ, "DASK_CML__PLATFORM": "local", TOKEN_VARIABLE: "token"}
     calls = [
         words
-        for block in blocks(DOCS / "serve.md", "sh")
+        for block in blocks(DOCS / "administrators.md", "sh")
         for line in block.text.splitlines()
         for words in commands(line)
         if words[:1] == ["curl"]

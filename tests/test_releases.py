@@ -69,6 +69,13 @@ def test_the_page_names_the_oldest_releases():
     assert f"distributed {str(required()).removeprefix('>=')} and newer" in page
 
 
+def test_the_page_lists_the_releases_of_the_images():
+    page = (ROOT / "docs/compatibility.md").read_text()
+    images = [row for row in TABLE if row["Packages of"] == "JupyterLab image"]
+    assert images
+    assert [row for row in images if f"| {row['Python']} | {row['distributed']} |" not in page] == []
+
+
 def test_the_pages_name_the_wheel_of_this_release():
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     wheel = f"dask_cml-{metadata.version('dask-cml')}-py3-none-any.whl"

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import arrived, cut_off, log_of, new_record, simulate, write_record
+from clusters import cut_off, log_of, new_record, simulate, write_record
 from distributed import Client, wait
 from distributed.comm import core, tcp
 from distributed.core import Status
@@ -38,10 +38,8 @@ from dask_cml import (
 )
 from dask_cml.core.losses import Losses
 from dask_cml.core.workers import Workers
-from dask_cml.layout import STARTED_FOLDER
 from dask_cml.local import processes
 from dask_cml.options import SessionSize, state_directory
-from dask_cml.private_files import NotPrivate
 from dask_cml.records import operations, store
 from dask_cml.scheduler import lifetime
 from dask_cml.scheduler.health import Health
@@ -204,7 +202,6 @@ def test_the_page_lists_the_failures_of_a_start(platform, seen):
     "Cluster is starting",
     "ClusterExists",
     "NoSuchCluster",
-    "NotPrivate",
     "the scheduler of cluster does not answer",
     "Timed out trying to connect",
 )
@@ -223,26 +220,10 @@ def test_the_page_lists_the_errors_about_names(platform, seen, caplog, capsys):
         write_record(replace(record, name="dead", id="dead", folder=folder, scheduler=gone))
         with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
             fails(seen, CMLError, lambda: connect("dead"))
-    state_directory().chmod(0o775)
-    fails(seen, NotPrivate, make)
-    assert store.records() == []
     output.flush(60)
     seen += [caplog.text, capsys.readouterr().out]
     seen[:] = [text.replace(str(state_directory()), "/home/cdsw/.dask-cml") for text in seen]
     seen[:] = [text.replace("dead", "night") for text in seen]
-    state_directory().chmod(0o700)
-
-
-@provokes("Cluster is closed", "This process has another cluster")
-@simulated
-async def test_the_page_lists_the_messages_about_several_clusters(it, seen):
-    async with simulate(), simulate() as second:
-        seen.append(log_of(second))
-    async with simulate(name="night") as cluster:
-        pass
-    with pytest.raises(CMLError) as caught:
-        cluster.scale(1)
-    seen.append(f"CMLError: {caught.value}")
 
 
 @provokes("Cluster adapts to")
@@ -322,16 +303,6 @@ async def test_the_page_lists_the_messages_about_lost_sessions(it, seen):
     await eventually(lambda: "not connected" in log_of(cluster))
     seen.append(log_of(cluster))
     await cluster.close()
-
-
-@provokes("Worker not started")
-@simulated
-async def test_the_page_lists_the_message_about_a_name_that_was_taken(it, seen):
-    async with simulate(name="night") as cluster:
-        (state_directory() / "night" / STARTED_FOLDER / "night-0").write_text("formersession000")
-        cluster.scale(1)
-        await eventually(lambda: arrived(cluster) == 1)
-        seen.append(log_of(cluster))
 
 
 @provokes(
