@@ -100,7 +100,7 @@ class View(Sessions):
     @property
     def not_stopped(self) -> str | None:
         """Why the platform does not stop sessions, as a sentence. None if it does."""
-        return self._cluster.api.failure("stop")
+        return self._cluster.api.failures.get("stop")
 
     @property
     def gave_up(self) -> Mapping[str, str]:

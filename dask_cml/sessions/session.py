@@ -109,20 +109,10 @@ class Session:
     @cached_property
     def as_json(self) -> dict[str, Any]:
         """The session for a message."""
+        content = {**vars(self), "size": {**vars(self.size)}, "since": self.since.timestamp()}
         # A session waits since its launch. The time of its wait would change with every report.
-        return {
-            "id": self.id,
-            "role": self.role,
-            "name": self.name,
-            "status": self.status,
-            "address": self.address,
-            "app_url": self.app_url,
-            "owner": self.owner,
-            "size": {**vars(self.size)},
-            "since": self.since.timestamp(),
-            "waits": self.waits_for is not None,
-            "group": self.group,
-        }
+        content["waits"] = content.pop("waits_for") is not None
+        return content
 
 
 class CMLProcess(ProcessInterface):

@@ -71,6 +71,8 @@ class WorkersAPI:
         The ids of all sessions that were launched or adopted here.
     threads : int
         Maximum number of concurrent calls of one function.
+    failures : dict of str to str
+        The current failures of operations by their verbs: ``"launch"``, ``"list"``, ``"stop"``.
 
     Raises
     ------
@@ -100,6 +102,7 @@ class WorkersAPI:
         self.stopped: set[str] = set()
         self.launched: set[str] = set()
         self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
+        self.failures = self._calls.failures
         self._interval = setting("api.poll-interval")
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
         #: A listing that nobody has waited for until its end.
@@ -113,15 +116,11 @@ class WorkersAPI:
     @property
     def problem(self) -> str | None:
         """The platform's current failure, as a sentence. None if its last calls succeeded."""
-        return next(iter([*self._calls.failures.values()]), None)
-
-    def failure(self, verb: str) -> str | None:
-        """Return the current failure of an operation: ``"launch"``, ``"list"`` or ``"stop"``."""
-        return self._calls.failures.get(verb)
+        return next(iter([*self.failures.values()]), None)
 
     def settle(self, verb: str) -> None:
         """Forget the failure of an operation, because nothing is left to launch or to stop."""
-        self._calls.failures.pop(verb, None)
+        self.failures.pop(verb, None)
 
     @property
     def key_refused(self) -> bool:
