@@ -115,8 +115,8 @@ async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_th
         cluster.scale(1)
         return read(*arguments)
 
-    read = sharing.make_keys
-    monkeypatch.setattr(sharing, "make_keys", scale_down)
+    read = sharing.tls.as_files
+    monkeypatch.setattr(sharing.tls, "as_files", scale_down)
     cluster = simulate(name="lab", n_workers=3)
     async with cluster:
         await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)

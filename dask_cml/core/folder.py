@@ -6,11 +6,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from distributed.security import Security
 
 from dask_cml.errors import ClusterExists
 from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
@@ -22,29 +18,17 @@ from dask_cml.sessions.plan import Place
 from dask_cml.sessions.session_logs import log_folder
 
 
-@dataclass(frozen=True)
-class Keys:
-    """The keys of a new cluster, which are not written yet.
+def fill_folder(options: Options, place: Place, keys: Mapping[Path, str]) -> None:
+    """Write the keys of a new cluster into its folder, which belongs to it, and make the folder of its logs.
 
     Parameters
     ----------
-    security : Security or None
-        The keys in files. None: the cluster has no keys.
-    files : mapping
-        The contents of these files, by their paths.
-    """
-
-    security: Security | None
-    files: Mapping[Any, str]
-
-
-def make_keys(options: Options, place: Place) -> Keys:
-    """Make the keys of a new cluster."""
-    return Keys(*tls.as_files(options.security, place.folder))
-
-
-def fill_folder(options: Options, place: Place, keys: Keys) -> None:
-    """Write the keys of a new cluster into its folder, which belongs to it, and make the folder of its logs.
+    options : Options
+        The cluster's options.
+    place : Place
+        The cluster's folder.
+    keys : mapping
+        The files of keys with their contents, see :func:`dask_cml.sessions.tls.as_files`.
 
     Raises
     ------
@@ -53,7 +37,7 @@ def fill_folder(options: Options, place: Place, keys: Keys) -> None:
         cannot be made.
     """
     check_new(options)  # only now it is known that no running cluster is to be connected to
-    tls.write(keys.files)
+    tls.write(keys)
     if options.log_directory is not None:
         with naming("log_directory", options.log_directory):
             log_folder(place.folder, options.log_directory).mkdir(mode=0o700, parents=True, exist_ok=True)

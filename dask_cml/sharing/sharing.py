@@ -18,7 +18,7 @@ from distributed.core import Status
 
 from dask_cml import compat
 from dask_cml.core.at_exit import unclosed
-from dask_cml.core.folder import fill_folder, make_keys
+from dask_cml.core.folder import fill_folder
 from dask_cml.core.interface import How, Role
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
@@ -215,8 +215,8 @@ class Sharing:
     async def _claim(self) -> None:
         """Claim the name of a new cluster, which this process keeps."""
         cluster, options = self._cluster, self._cluster.options
-        keys = await asyncio.to_thread(make_keys, options, cluster.place)
-        record = replace(self.new_record, options=options.arguments(), security=tls.paths(keys.security))
+        security, keys = await asyncio.to_thread(tls.as_files, options.security, cluster.place.folder)
+        record = replace(self.new_record, options=options.arguments(), security=tls.paths(security))
         self.record = record  # to remove it if this is cancelled
         keeper = Keeper(cluster, self.link, record, term=1, taken=0)
         self.link.rank = Rank.OWNER
@@ -224,7 +224,7 @@ class Sharing:
         board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, cluster.api)
         await asyncio.to_thread(fill_folder, options, cluster.place, keys)
-        cluster.move(replace(cluster.place, record=record.id, security=keys.security))
+        cluster.move(replace(cluster.place, record=record.id, security=security))
         if not record.maker.serves and not self._has_own_name:  # the web UI creates for several users
             self._name_others()
         self._keeper, self.role = keeper, Role.KEEPER
