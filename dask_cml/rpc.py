@@ -6,8 +6,8 @@ Dask's own handshake has none: behind a mesh of the platform, every connection s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from distributed.comm.core import Comm, connect
 from distributed.core import send_recv
@@ -17,13 +17,8 @@ from dask_cml.errors import CMLError
 
 #: Errors of a scheduler that does not answer.
 NO_ANSWER = (OSError, asyncio.TimeoutError)
-
-
-class Ask(Protocol):
-    """Asks one cluster's scheduler."""
-
-    def __call__(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Awaitable[Any]:
-        """Call a handler of the scheduler, see :func:`ask`. Default time limit: ``timing.answer``."""
+#: Asks one cluster's scheduler: a handler, a time limit if it is another one than usually, and its arguments.
+Ask = Callable[..., Awaitable[Any]]
 
 
 async def ask(

@@ -102,14 +102,6 @@ def test_mail_is_dropped_with_the_report_that_it_is_carried_out_and_no_other(boa
     assert mail(board) == [(4, scale(5))]
 
 
-def test_an_invalid_report_changes_nothing(board):
-    post(board, scale(2))
-    before = board.to_json()
-    with pytest.raises(ValueError, match="groups of a report"):
-        board.take_report({"groups": {"default": {"target": "many"}}, "taken": 1})
-    assert board.to_json() == before
-
-
 def test_the_next_board_begins_with_the_report_and_the_mail_of_the_last(board):
     board.take_report({"groups": {"default": {"target": 1}}, "taken": 4})
     post(board, GPU, scale(2), sender="b")
@@ -124,8 +116,6 @@ def test_the_next_board_begins_with_the_report_and_the_mail_of_the_last(board):
 def test_each_change_of_the_keeper_begins_a_term(board):
     terms = []
     for keeper in (None, "b", "keeper"):
-        revision = board.revision
         board.keep(keeper)
-        assert board.revision > revision
         terms.append((board.keeper, board.term))
     assert terms == [(None, 2), ("b", 3), ("keeper", 4)]

@@ -6,6 +6,7 @@ a request, which stays until a report says that it is carried out. There is no I
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -90,6 +91,8 @@ def after(groups: Mapping[str, WantedGroup], request: Request) -> dict[str, Want
         If a group does not exist, or a new one exists already.
     """
     name, known = request.group, groups.get(request.group)
+    if request.kind == "close":
+        return {**groups}
     if request.kind == "add group":
         if known is not None:
             raise ValueError(
@@ -130,13 +133,6 @@ class Board:
     posted : mapping of str to int
         The numbers of the last requests of processes, by their ids.
 
-    Attributes
-    ----------
-    revision : int
-        Counts the changes.
-    groups : dict of str to WantedGroup
-        The worker groups as they are after the mail is carried out.
-
     Examples
     --------
     >>> board = Board({"groups": {"default": {"target": 2}}}, keeper="me")
@@ -156,32 +152,30 @@ class Board:
         mail: Iterable[Mapping[str, Any]] = (),
         posted: Mapping[str, int] | None = None,
     ) -> None:
-        self.revision = 1
-        self.groups: dict[str, WantedGroup] = {}
         self.keeper, self.term = keeper, term
         self.posted = dict(posted or {})
         self.mail = [validate(letter, Letter, "request on the board") for letter in mail]
         self.take_report(report)
 
     @property
-    def last(self) -> int:
-        """The number of the last request."""
-        return self.mail[-1].number if self.mail else self.report.get("taken", 0)
+    def groups(self) -> dict[str, WantedGroup]:
+        """The worker groups as they are after the mail is carried out."""
+        reported = validate(self.report.get("groups", {}), dict[str, WantedGroup], "groups of a report")
+        groups = {DEFAULT_GROUP: WantedGroup(), **reported}
+        for letter in self.mail:
+            with contextlib.suppress(ValueError):  # the keeper has deleted its group meanwhile
+                groups = after(groups, letter.request)
+        return groups
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole board, for JSON and for messages."""
         return {
-            "revision": self.revision,
             "keeper": self.keeper,
             "term": self.term,
             "groups": {name: vars(group) for name, group in self.groups.items()},
             "mail": msgspec.to_builtins(self.mail),
             "report": dict(self.report),
         }
-
-    def touch(self) -> None:
-        """Record a change."""
-        self.revision += 1
 
     def post(self, sender: str, number: int, request: Request) -> None:
         """Add a request to the mail. One that a process repeats changes nothing.
@@ -206,11 +200,10 @@ class Board:
             raise ValueError(
                 f"no process manages the cluster: {len(self.mail)} requests wait to be carried out"
             )
-        if request.kind != "close":
-            self.groups = after(self.groups, request)
-        self.mail.append(Letter(self.last + 1, request))
+        after(self.groups, request)
+        last = self.mail[-1].number if self.mail else self.report.get("taken", 0)
+        self.mail.append(Letter(last + 1, request))
         self.note_posted(sender, number)
-        self.touch()
 
     def note_posted(self, sender: str, number: int) -> None:
         """Note the number of the last request of a process that is in the mail or in its own report."""
@@ -221,25 +214,8 @@ class Board:
     def keep(self, keeper: str | None) -> None:
         """Let a process keep the cluster, or nobody, in a new term."""
         self.keeper, self.term = keeper, self.term + 1
-        self.touch()
 
     def take_report(self, report: Mapping[str, Any]) -> None:
-        """Take what the keeper says, and drop the requests that it has carried out.
-
-        Raises
-        ------
-        ValueError
-            If its groups are invalid.
-        """
-        groups = validate(report.get("groups", {}), dict[str, WantedGroup], "groups of a report")
-        taken = validate(report.get("taken", 0), int, "number of a request")
-        groups.setdefault(DEFAULT_GROUP, WantedGroup())
+        """Take what the keeper says, and drop the requests that it has carried out."""
         self.report = report
-        self.mail = [letter for letter in self.mail if letter.number > taken]
-        for letter in self.mail:
-            try:
-                groups = after(groups, letter.request) if letter.request.kind != "close" else groups
-            except ValueError:  # the keeper has deleted its group meanwhile
-                continue
-        self.groups = groups
-        self.touch()
+        self.mail = [letter for letter in self.mail if letter.number > report.get("taken", 0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from distributed.core import Status
@@ -148,10 +148,6 @@ class Health:
         if self.restarts and now - self._restarted_at < timing.restart:
             restart = str(self.restarts[-1])
         self.problem = _paused_words(paused) or restart
-
-    def restarts_to_json(self) -> list[dict[str, Any]]:
-        """Return the restarts for a message."""
-        return [asdict(restart) for restart in self.restarts]
 
 
 def _bound(noted: dict[str, Any]) -> None:

@@ -78,8 +78,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
         #: Whether the dashboard listens at the port that the platform serves. If the port was taken, Dask has
         #: chosen another one, and the platform's URL leads to what another program serves.
         self._serves_dashboard = True
-        #: Set at the next change of the board.
-        self._changed = asyncio.Event()
+        #: Counts the changes of what watchers are told. The event is set at the next one.
+        self._revision, self._changed = 1, asyncio.Event()
         #: Counts the Dask workers that have connected or left.
         self._moves = 0
         #: The monotonic time since when no task has waited or run. Infinite: some do.
@@ -155,7 +155,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         if self._lifetime.closed is not None:
             self._scheduler.log_event(protocol.END, {"reason": self._lifetime.closed})
             # Watchers must know it although the file may not be written: another scheduler would follow.
-            self._board.touch()
             self._publish()
             await asyncio.sleep(2 * timing.collect)  # `watch` answers after half of that
 
@@ -176,6 +175,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         del board["keeper"]  # in the file of a scheduler that begins, this is the process that launches it
         return {
             **board,
+            "revision": self._revision,
             "address": self._scheduler.address,
             "id": self._scheduler.id,
             "session": os.environ.get("CDSW_ENGINE_ID"),
@@ -261,7 +261,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         if watcher == self._board.keeper:
             self._keeper_until = time.monotonic() + timing.reconnect
         self._pick_keeper()
-        if since == self._board.revision and await wait_until_set(self._changed, wait):
+        if since == self._revision and await wait_until_set(self._changed, wait):
             await asyncio.sleep(timing.collect)
         return self._answer(watcher)
 
@@ -289,7 +289,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
     def live_on(self) -> dict[str, Any]:
         """Let the cluster run on without a user, and return the board."""
         self._watchers.timeout = None
-        self._board.touch()
         self._publish()
         return self._answer()
 
@@ -378,12 +377,13 @@ class CMLSchedulerPlugin(WorkerQuestions):
             board["report"] = {}
         return {
             **board,
+            "revision": self._revision,
             "leaving": [*self.leaving],
             "lives_on": self._lives_on,
             "moves": self._moves,
             "problem": self.health.problem,
             "without_gpus": self.health.without_gpus,
-            "restarts": self.health.restarts_to_json(),
+            "restarts": [asdict(restart) for restart in self.health.restarts],
             "idle": self._idle,
             "tasks_done": self._tasks_done(),
             "app_url": self._app_url,
@@ -395,13 +395,13 @@ class CMLSchedulerPlugin(WorkerQuestions):
     def _publish(self) -> None:
         """Answer the watchers, and write the scheduler's file."""
         self._file.changed()
+        self._revision += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     def notice(self, names: Collection[str]) -> None:
         """Let Dask workers leave whose session the platform is about to stop, and tell the watchers."""
         self.leave(names)
-        self._board.touch()
         self._publish()
 
     async def forward(self, comm: Comm, **_: Any) -> Any:
@@ -467,7 +467,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         news = (self.health.problem, self.health.without_gpus, self._moves, self._idle is not None)
         if news != self._known:
             self._known = news
-            self._board.touch()
             self._publish()
 
     @property

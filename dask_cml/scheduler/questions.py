@@ -64,11 +64,12 @@ class WorkerQuestions(SchedulerPlugin):
 
     def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
-        wanted, answer = {*names}, {}
-        for worker in self._scheduler.workers.values():
-            if worker.name in wanted:
-                answer[str(worker.name)] = {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
-        return answer
+        workers, addresses = self._scheduler.workers, self._scheduler.aliases
+        connected = {name: workers[addresses[name]] for name in names if name in addresses}
+        return {
+            name: {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
+            for name, worker in connected.items()
+        }
 
     def last(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
         """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
@@ -111,7 +112,7 @@ class WorkerQuestions(SchedulerPlugin):
             Their names. Some may have left.
         """
         # The keeper retires a worker before it stops the session, which then gives notice, too.
-        connected = [str(worker.name) for worker in self._scheduler.workers.values() if worker.name in names]
+        connected = [name for name in names if name in self._scheduler.aliases]
         self.leaving += [name for name in connected if name not in self.leaving]
         for name in connected:
             self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})

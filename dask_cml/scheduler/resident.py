@@ -98,16 +98,13 @@ class Resident:
             if not why or time.monotonic() - began > _LONGEST_ALONE:  # it has kept the cluster
                 self._patience = _ALONE
             if why and not self._closes.is_set():
-                self._note_failure(why)
-
-    def _note_failure(self, why: str) -> None:
-        if self.problem is None:
-            logger.warning("Cluster %s not managed by this session: %s", self._cluster, why)
-        self.problem = (
-            f"no process replaces workers or adapts, because its own process in {WHO} failed with {why}. See "
-            "the scheduler's log, and connect with CMLCluster.from_name"
-        )
-        self._patience = min(2 * self._patience, _LONGEST_ALONE)
+                self._patience = min(2 * self._patience, _LONGEST_ALONE)
+                if self.problem is None:
+                    logger.warning("Cluster %s not managed by this session: %s", self._cluster, why)
+                self.problem = (
+                    f"no process replaces workers or adapts, because its own process in {WHO} failed with "
+                    f"{why}. See the scheduler's log, and connect with CMLCluster.from_name"
+                )
 
     async def close(self) -> None:
         """Let the process stop the sessions of a cluster that ends, or exit."""
