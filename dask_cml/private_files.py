@@ -23,8 +23,6 @@ from dask_cml.output import get_logger
 
 logger = get_logger(__name__)
 
-#: Maximum size of a file that dask-cml reads, in bytes.
-MOST_BYTES = 1_000_000
 _reported: set[str] = set()
 
 
@@ -47,17 +45,14 @@ class NotPrivate(CMLError, PermissionError):
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents with mode 0700, regardless of the umask. Check an existing folder.
+    """Create a folder with mode 0700, and its parents. Check an existing folder.
 
     Raises
     ------
     NotPrivate
         If the folder exists and is not private.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        path.chmod(0o700)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_folder(path)
 
 
@@ -86,12 +81,8 @@ def check_folder(path: Path) -> None:
     ------
     NotPrivate
         If the folder is not private.
-    NotADirectoryError
-        If the path is not a folder.
     """
     about = path.stat()
-    if not stat.S_ISDIR(about.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if about.st_uid != os.geteuid():
         why = f"belongs to the user with the id {about.st_uid}, your id is {os.geteuid()}"
         raise NotPrivate(path, why, move_aside(path))
@@ -115,24 +106,16 @@ def is_gone(path: Path) -> bool:
         return False
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read it. Neither follow a link nor wait for a pipe's writer.
+def regular(path: str, flags: int) -> int:
+    """Open a regular file for :func:`open`. Neither follow a link nor wait for a pipe's writer.
+
+    If this creates it, only its owner can read it.
 
     Raises
     ------
     ValueError
         If it is not a regular file.
     """
-    return open(_open(path, os.O_RDONLY), "rb")
-
-
-def append(path: Path, content: bytes) -> None:
-    """Append to a regular file, or create it for this user only. See :func:`open_regular`."""
-    with open(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-        file.write(content)
-
-
-def _open(path: Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -145,19 +128,21 @@ def _open(path: Path, flags: int) -> int:
     return descriptor
 
 
-def read_file(path: Path) -> bytes:
-    """Read a regular file.
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read it, see :func:`regular`."""
+    return open(path, "rb", opener=regular)
 
-    Raises
-    ------
-    ValueError
-        If it is not a regular file, or larger than a megabyte.
-    """
+
+def append(path: Path, content: bytes) -> None:
+    """Append to a regular file, or create it, see :func:`regular`."""
+    with open(path, "ab", opener=regular) as file:
+        file.write(content)
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file, see :func:`regular`."""
     with open_regular(path) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES} bytes")
-    return content
+        return file.read()
 
 
 def write_file(path: Path, content: bytes, *, new: bool = False) -> bool:
@@ -175,8 +160,7 @@ def write_file(path: Path, content: bytes, *, new: bool = False) -> bool:
     # By hand: libraries for atomic writes cannot leave an existing file alone.
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
+        with open(temporary, "xb", opener=regular) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -190,11 +174,6 @@ def write_file(path: Path, content: bytes, *, new: bool = False) -> bool:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
     return True
-
-
-def owner_only(path: str, flags: int) -> int:
-    """Open a file for :func:`open`. If this creates it, only its owner can read it."""
-    return os.open(path, flags, mode=0o600)
 
 
 def move_aside(path: Path) -> str:

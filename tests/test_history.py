@@ -338,7 +338,6 @@ HOSTILE = {
     "hours": valid(usage={"groups": {"default": {**HOURS, "hours": "1"}}}),
     "lost": valid(usage={"groups": {"default": {**HOURS, "lost": {"killed": "x"}}}}),
     "failures": valid(failures={"a": 1}),
-    "large": json.dumps(valid(why="x" * 1_100_000)),
 }
 
 

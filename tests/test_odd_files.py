@@ -134,7 +134,9 @@ def a_pipe_in_place_of_the_file_of_a_scheduler(lab):
 
 
 def a_pipe_in_place_of_the_sessions(lab):
-    return pipe(copied(lab) / SESSIONS_FOLDER)
+    folder = copied(lab)
+    pipe(folder / SESSIONS_FOLDER)
+    return folder / RECORD_FILE
 
 
 def a_pipe_in_place_of_a_key(lab):

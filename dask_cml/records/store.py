@@ -98,7 +98,8 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
-    _check_name(record.name)
+    if not _is_name(record.name):
+        raise ValueError(f"invalid name={record.name!r}: expected the name of a cluster")
     directory = record.folder.parent
     with naming("cml.state-directory", directory):
         make_folder(directory)
@@ -137,15 +138,8 @@ def claim_scheduler(record: Record, number: int, board: Mapping[str, Any]) -> bo
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    content = json.dumps(board).encode()
-    claimed = False
-
-    def write() -> None:
-        nonlocal claimed
-        claimed = write_file(record.folder / board_file(number), content, new=True)
-
-    _write_in(record, write)
-    return claimed
+    _check_exists(record)
+    return write_file(record.folder / board_file(number), json.dumps(board).encode(), new=True)
 
 
 def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[str] = ()) -> None:
@@ -166,22 +160,19 @@ def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[st
         If the cluster does not exist any more, or another one has its name. The caller must stop the
         sessions that it launched.
     """
-    _write_in(record, lambda: write_entries(launched, ends, record.folder))
+    _check_exists(record)
+    with contextlib.suppress(FileNotFoundError):
+        write_entries(launched, ends, record.folder)
+    _check_exists(record)  # a process that removes it meanwhile may have read its sessions before
 
 
-def _write_in(record: Record, write: Callable[[], None]) -> None:
-    """Write into a cluster's folder, if it exists before and after."""
-    exists = _has(record.folder, record)
-    if exists:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            write()
-        exists = _has(record.folder, record)
-    if not exists:
-        raise _missing(record)
+def _check_exists(record: Record) -> None:
+    if not _has(record.folder, record):
+        raise _missing(record.name, record.folder.parent)
 
 
-def _missing(record: Record) -> NoSuchCluster:
-    return NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
+def _missing(name: str, directory: Path) -> NoSuchCluster:
+    return NoSuchCluster(name, tuple(other.name for other in records(directory)))
 
 
 def _has(folder: Path, record: Record) -> bool:
@@ -229,21 +220,16 @@ def read(name: str, directory: Path | None = None) -> Record:
     RecordUnreadable
         If its record cannot be read.
     """
-    record = None
-    with contextlib.suppress(ValueError):
-        _check_name(name)
-        record = _patiently(_read, (directory or state_directory()) / name)
+    directory = directory or state_directory()
+    record = _patiently(_read, directory / name) if _is_name(name) else None
     if record is None:
-        raise NoSuchCluster(name, tuple(other.name for other in records(directory)))
+        raise _missing(name, directory)
     return record
 
 
 def find(name: str, directory: Path | None = None) -> Record | None:
     """Read the record of a cluster. Return None if it does not exist, or cannot be read."""
-    with contextlib.suppress(ValueError):
-        _check_name(name)
-        return _load((directory or state_directory()) / name)
-    return None
+    return _load((directory or state_directory()) / name) if _is_name(name) else None
 
 
 def read_again(record: Record) -> Record:
@@ -258,7 +244,7 @@ def read_again(record: Record) -> Record:
     """
     latest = _patiently(_read, record.folder)
     if latest is None or latest.id != record.id:
-        raise _missing(record)
+        raise _missing(record.name, record.folder.parent)
     return latest
 
 
@@ -287,7 +273,8 @@ def records(directory: Path | None = None) -> list[Record]:
     directory = directory or state_directory()
     try:
         check_folder(directory)
-        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+        with os.scandir(directory) as entries:
+            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except NotPrivate as error:
         report_ignored(directory, f"it {error.why}: run `{error.command}`")
         return []
@@ -341,10 +328,10 @@ def sweep(directory: Path | None = None) -> None:
                     shutil.rmtree(entry, ignore_errors=True)
 
 
-def _check_name(name: str) -> None:
+def _is_name(name: str) -> bool:
+    """Return whether a cluster can have a name, and its folder is in the state directory."""
     # Surrogates, which stand for bytes of file names that are no text, are not printable.
-    if not name.isprintable() or not name or name.startswith(".") or "/" in name:
-        raise ValueError(f"invalid name={name!r}: expected the name of a cluster")
+    return name.isprintable() and name != "" and not name.startswith(".") and "/" not in name
 
 
 def _load(folder: Path) -> Record | None:
@@ -367,10 +354,6 @@ def _patiently(read: Callable[[Path], Record | None], folder: Path) -> Record | 
     for tries_left in reversed(range(_TRIES)):
         try:
             return read(folder)
-        except NotADirectoryError as error:
-            if error.filename != str(folder):  # other files in the state directory are none of ours
-                report_ignored(error.filename, "it is not a folder")
-            return None
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, FileNotFoundError) and is_gone(folder):
                 return None
@@ -393,8 +376,7 @@ def _read(folder: Path) -> Record | None:
     record = _read_own(folder)
     if record is None:
         return None
-    _check_name(folder.name)
-    if record.name != folder.name:
+    if record.name != folder.name or not _is_name(record.name):
         raise ValueError(f"it is the record of another cluster, {record.name!r}")
     sessions = read_entries(folder, record.name, read_started(folder, record.id))
     scheduler = _read_scheduler(folder) or record.scheduler

@@ -19,7 +19,7 @@ from distributed.security import Security
 
 from dask_cml import rpc
 from dask_cml.errors import reason_of
-from dask_cml.private_files import make_folder, owner_only, read_file
+from dask_cml.private_files import make_folder, read_file, regular
 
 _FOLDER = "keys"
 #: What the text of a key contains, and a path does not.
@@ -147,7 +147,7 @@ def write(files: Mapping[Path, str]) -> None:
     """Write key files that only their owner can read."""
     for path, content in files.items():
         make_folder(path.parent)
-        with open(path, "w", opener=owner_only) as file:
+        with open(path, "w", opener=regular) as file:
             file.write(content)
 
 
