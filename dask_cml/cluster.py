@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import sys
@@ -31,7 +30,7 @@ from distributed.utils import Log, Logs, NoOpAwaitable, in_async_call
 from dask_cml import output
 from dask_cml.cancellation import cancel, end_of, wait_until_set, within
 from dask_cml.checks import group_name, message
-from dask_cml.core.adaptive import CMLAdaptive, calling_adaptive, make_adaptive
+from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive
 from dask_cml.core.at_exit import end_at_exit
 from dask_cml.core.connection import Connection
 from dask_cml.core.ending import Ending
@@ -466,32 +465,18 @@ class CMLCluster(SpecCluster):
         self.check_running(f"worker group {worker_group!r} not scaled", or_new=True)
         if n > self.groups.target(worker_group):
             check_room("n", n, options.worker, self.groups.others(worker_group))
-        caller = calling_adaptive()
-        if caller is not None and caller is not self.groups.adaptive(worker_group):  # stopped meanwhile
-            return NoOpAwaitable() if self.asynchronous else None
-        if caller is not None and not self.is_remote:
-            self._resize(worker_group, n)
-            return NoOpAwaitable() if self.asynchronous else None
         return self._in_loop(self._ask, "scale", group=worker_group, n=n)
 
     def _in_loop(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call a function in the event loop, which alone changes the cluster.
-
-        In another thread, wait for what it returns.
-        """
-        if in_async_call(self.loop, default=True):
-            return function(*arguments, **named)
-
-        async def call() -> None:
-            await function(*arguments, **named)
-
-        return self.sync(call)
+        """Call a function in the event loop, which alone changes the cluster. Another thread waits for it."""
+        is_here = in_async_call(self.loop, default=True)  # or between two runs of the event loop
+        return self.sync(function, *arguments, asynchronous=is_here, **named)
 
     def _ask(self, kind: str, **arguments: Any) -> Awaitable[None]:
         """Carry out what a user asks for, or ask the process that manages the cluster."""
         if self.is_remote:
-            if calling_adaptive() is None:  # a user ends an Adaptive of another class, which scales here
-                self.groups.adapt(arguments.get("group", DEFAULT_GROUP), None)
+            if kind != "close":  # a user ends an Adaptive of another class, which scales here
+                self.groups.adapt(arguments["group"], None)
             return self.sharing.post(kind, **arguments)
         self._carry_out(kind, **arguments)
         self.sharing.asked(kind, **arguments)
@@ -540,10 +525,7 @@ class CMLCluster(SpecCluster):
         workers : iterable of str
             Names of sessions or of Dask workers.
         """
-        # SpecCluster.scale_down (spec.py:571) changes `worker_spec`. An Adaptive of any class calls it, too.
-        caller = calling_adaptive()
-        if caller is not None and caller is not self.groups.adaptive(DEFAULT_GROUP):  # stopped meanwhile
-            return
+        # SpecCluster.scale_down (spec.py:571) changes `worker_spec`, which another process may manage.
         await self._ask("close", names=[*map(str, workers)])
         await self._correct_state_internal()
 
@@ -620,8 +602,8 @@ class CMLCluster(SpecCluster):
             kwargs["worker_group"] = worker_group
         elif worker_group != DEFAULT_GROUP:
             raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
-        make = Adaptive if is_cml_adaptive else functools.partial(make_adaptive, Adaptive)
-        adaptive = make(self, minimum=least, maximum=most, **kwargs)
+        cluster: Any = self if is_cml_adaptive else AdaptedCluster(self)
+        adaptive = Adaptive(cluster, minimum=least, maximum=most, **kwargs)
         self._in_loop(self._adapt, worker_group, adaptive)
         return adaptive
 

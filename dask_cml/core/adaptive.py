@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -24,31 +22,42 @@ from dask_cml.output import get_logger
 logger = get_logger(__name__)
 
 
-@dataclass
-class _Caller:
-    """The Adaptive of another class whose code runs in a context. None: it is not made yet."""
+class AdaptedCluster:
+    """The cluster of an Adaptive of another class, which calls ``scale`` and ``scale_down`` as users do.
 
-    adaptive: Adaptive | None = None
+    A user who scales the cluster stops adaptive scaling. What the Adaptive asks for before its stop does not,
+    and what it asks for later changes nothing.
 
-
-_caller: contextvars.ContextVar[_Caller | None] = contextvars.ContextVar("adaptive", default=None)
-
-
-def make_adaptive(cls: type[Adaptive], *arguments: Any, **options: Any) -> Adaptive:
-    """Return an Adaptive of any class. When its code runs, :func:`calling_adaptive` returns it.
-
-    Dask's class calls ``cluster.scale`` and ``cluster.scale_down``, as users do.
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster, whose other members are found here, too.
     """
-    caller, context = _Caller(), contextvars.copy_context()
-    context.run(_caller.set, caller)
-    caller.adaptive = context.run(cls, *arguments, **options)
-    return caller.adaptive
 
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
 
-def calling_adaptive() -> Adaptive | None:
-    """Return the Adaptive of another class whose code runs. None: a user's code runs."""
-    caller = _caller.get()
-    return None if caller is None else caller.adaptive
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cluster, name)
+
+    def __await__(self) -> Any:
+        return self._cluster.__await__()
+
+    def _adapts(self) -> bool:
+        adaptive = self._cluster.groups.adaptive(DEFAULT_GROUP)
+        return getattr(adaptive, "cluster", None) is self
+
+    async def scale(self, n: int) -> None:
+        """Scale to `n` sessions, and go on with adaptive scaling."""
+        if self._adapts() and self._cluster.is_remote:
+            await self._cluster.sharing.post("scale", group=DEFAULT_GROUP, n=n)
+        elif self._adapts():
+            self._cluster._resize(DEFAULT_GROUP, n)
+
+    async def scale_down(self, workers: Iterable[str]) -> None:
+        """Close workers by their names, after moving their data to others."""
+        if self._adapts():
+            await self._cluster.scale_down(workers)
 
 
 class _Pauses:
