@@ -33,14 +33,13 @@ from dask_cml.checks import group_name, message
 from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive
 from dask_cml.core.at_exit import end_at_exit
 from dask_cml.core.connection import Connection
-from dask_cml.core.ending import Ending
+from dask_cml.core.ending import Ending, How
 from dask_cml.core.groups import Groups
-from dask_cml.core.interface import How, Role
 from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages, write_own_log
 from dask_cml.core.policy import Demand
 from dask_cml.core.retirement import Retirements, drop
-from dask_cml.core.start import Start, check_worker_class, scheduler_spec
+from dask_cml.core.start import check_worker_class, scheduler_spec, start
 from dask_cml.core.view import View
 from dask_cml.core.workers import Workers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
@@ -56,7 +55,7 @@ from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attr
 from dask_cml.options.limits import adaptive_bounds, check_new, check_room
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import get_logger
-from dask_cml.protocol import Rank
+from dask_cml.protocol import Rank, Role
 from dask_cml.rpc import NO_ANSWER, ask
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.answers import CallFailed
@@ -326,7 +325,6 @@ class CMLCluster(SpecCluster):
         self.messages = Messages(self, self.processes, self.demand)
         self._own_view = View(self, self.processes, self.retirements, self.messages)
         self.losses = Losses(self, self.processes)
-        self.start = Start(self, self.processes)
         self.ending: Ending = Ending(self, self.processes, self.retirements, self._own_view)
         self.starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.
@@ -1037,7 +1035,7 @@ class CMLCluster(SpecCluster):
         """Launch the scheduler and all workers at once."""
         options = self.options
         try:
-            await self.start.run(strict=True, display=not self._quiet)
+            await start(self, strict=True, display=not self._quiet)
         except LaunchRefused as error:
             raise LaunchRefused(error.name, error.reason, _ASK_FOR_LESS) from None
         self.begin_looking()

@@ -57,3 +57,14 @@ class Rank(enum.IntEnum):
 
 #: The ranks of users.
 USERS = (Rank.OWNER, Rank.USER, Rank.COMMAND)
+
+
+class Role(enum.Enum):
+    """What a process does for a cluster."""
+
+    #: It has not started, or is closed.
+    NONE = "none"
+    #: It launches and stops the sessions.
+    KEEPER = "keeper"
+    #: It shows what another process does, and asks it for changes.
+    FOLLOWER = "follower"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 from distributed.core import Status, rpc
 from distributed.objects import SchedulerInfo
 
 from dask_cml.cancellation import cancel, within
-from dask_cml.core.interface import Cluster
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
 
@@ -19,11 +19,11 @@ class Connection:
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
 
     async def connect(self, address: str) -> None:

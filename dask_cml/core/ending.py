@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import inspect
 import math
 import os
@@ -19,7 +20,6 @@ from distributed.core import Status
 from dask_cml import output, protocol
 from dask_cml.cancellation import cancel, within
 from dask_cml.core.at_exit import no_longer_end_at_exit
-from dask_cml.core.interface import Cluster, How
 from dask_cml.core.messages import write_own_log
 from dask_cml.core.retirement import Retirements
 from dask_cml.core.view import View
@@ -40,12 +40,21 @@ _STOP_AGAIN = 60.0
 _LAST_CALLS = 5.0
 
 
+class How(enum.Enum):
+    """How a process ends its part in a cluster."""
+
+    #: All sessions are stopped.
+    SHUT_DOWN = "shut down"
+    #: The sessions run on, for other processes.
+    LEAVE = "leave"
+
+
 class Ending:
     """Ends a process's part in a cluster.
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster.
     processes, retirements, view
         Its parts.
@@ -56,7 +65,7 @@ class Ending:
         How it ends or has ended. None: it has not begun.
     """
 
-    def __init__(self, cluster: Cluster, processes: Workers, retirements: Retirements, view: View) -> None:
+    def __init__(self, cluster: Any, processes: Workers, retirements: Retirements, view: View) -> None:
         self.how: How | None = None
         self._name = cluster.options.name
         self._pid = os.getpid()

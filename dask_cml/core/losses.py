@@ -13,7 +13,6 @@ import dask.config
 from dask.utils import parse_timedelta
 
 from dask_cml import protocol
-from dask_cml.core.interface import Cluster
 from dask_cml.core.retirement import drop
 from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
@@ -40,13 +39,13 @@ class Losses:
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster.
     processes : Workers
         Its sessions.
     """
 
-    def __init__(self, cluster: Cluster, processes: Workers) -> None:
+    def __init__(self, cluster: Any, processes: Workers) -> None:
         self._cluster, self._processes = cluster, processes
         self._watch_interval: float = setting("api.watch-interval")
         #: When the platform has listed the sessions last.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
 from dask_cml import output
-from dask_cml.core.interface import Cluster
 from dask_cml.core.policy import Demand, unrunnable
 from dask_cml.core.workers import Workers
 from dask_cml.output import get_logger
@@ -17,7 +17,7 @@ from dask_cml.words import command
 logger = get_logger(__name__)
 
 
-def write_own_log(cluster: Cluster, text: str) -> None:
+def write_own_log(cluster: Any, text: str) -> None:
     """Write into the cluster's log, for other processes and for the time after its end, without waiting."""
     path = log_path(OWN, cluster.place.folder, cluster.options.log_directory)
     line = f"{datetime.now():%Y-%m-%d %H:%M:%S} - {text}\n"
@@ -29,7 +29,7 @@ class Messages:
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster.
     processes : Workers
         Its sessions.
@@ -46,7 +46,7 @@ class Messages:
         Why no worker can run some tasks, as a clause. None if workers can run all.
     """
 
-    def __init__(self, cluster: Cluster, processes: Workers, demand: Demand) -> None:
+    def __init__(self, cluster: Any, processes: Workers, demand: Demand) -> None:
         self._cluster, self._processes, self._demand = cluster, processes, demand
         self.failure: str | None = None
         self.outage: str | None = None

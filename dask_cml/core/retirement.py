@@ -13,7 +13,6 @@ from distributed.protocol import pickle
 
 from dask_cml import protocol
 from dask_cml.cancellation import cancel
-from dask_cml.core.interface import Cluster
 from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
@@ -38,13 +37,13 @@ class Retirements:
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster.
     processes : Workers
         Its sessions.
     """
 
-    def __init__(self, cluster: Cluster, processes: Workers) -> None:
+    def __init__(self, cluster: Any, processes: Workers) -> None:
         self._cluster, self._processes = cluster, processes
         self._limit: float = setting("retire-timeout")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -234,7 +233,7 @@ class Retirements:
             await asyncio.sleep(self._limit)
 
 
-async def drop(cluster: Cluster, names: Collection[str]) -> None:
+async def drop(cluster: Any, names: Collection[str]) -> None:
     """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
 
     Raises

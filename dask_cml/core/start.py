@@ -12,7 +12,6 @@ from distributed.worker import Worker
 
 from dask_cml.cancellation import cancel, gather_or_cancel
 from dask_cml.checks import message
-from dask_cml.core.interface import Cluster
 from dask_cml.core.workers import Workers
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError
@@ -53,113 +52,102 @@ def scheduler_spec(api: WorkersAPI, options: Options, place: Place) -> dict[str,
     return {"cls": CMLScheduler, "options": {"api": api, "options": options, "place": place}}
 
 
-class Start:
-    """Starts a cluster.
+async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
+    """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
+
+    Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster.
-    processes : Workers
-        Its sessions.
+    strict : bool
+        Whether a worker that is not launched is an error. Otherwise it is launched later.
+    display : bool
+        Whether to show the progress.
+
+    Raises
+    ------
+    LaunchRefused, SessionFailed, SchedulerTimeout
+        As in :class:`dask_cml.CMLCluster`.
     """
+    processes: Workers = cluster.processes
+    scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**cluster.scheduler_spec["options"])
+    cluster.scheduler = scheduler
+    specs = dict(cluster.worker_spec)  # a user may scale meanwhile
+    workers: dict[str, Any] = {}
+    if strict:  # before the scheduler's session is launched: a spec or a label may be invalid
+        options = cluster.options
+        await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
+        for group in (options, *options.groups().values()):
+            await cluster.api.find_labels(group.launch_options)
+        workers = {name: processes.make(name) for name in specs}
+    shown = None
+    if display:
+        shown = StartDisplay(
+            cluster.options.name, scheduler, specs.keys(), cluster.workers, processes.arrived
+        )
+    showing = asyncio.create_task(shown.run()) if shown else None
+    watching: asyncio.Task[None] | None = None
+    asking = asyncio.create_task(api_v2.quota_left()) if strict else None
+    shortage: str | None = None
+    has_started = False
+    try:
+        # The scheduler's session first: in a queue, workers could take its place.
+        async with scheduler.lock:  # whoever awaits the cluster meanwhile must not launch it, too
+            try:
+                await scheduler.launch()
+            except BaseException:
+                scheduler.status = Status.failed
+                raise
+        # Only now: as soon as the workers are launched, the platform counts them as used.
+        if asking is not None and asking.done():
+            shortage = api_v2.shortage(cluster.groups.others()[1:], asking.result())
+        if shown is not None and shortage is not None:
+            shown.notice = shortage
+        await cluster.sharing.note(processes.launched)
+        watching = asyncio.create_task(_watch(cluster))
+        launching = (
+            _launch_strictly(cluster, workers) if strict else processes.launch(processes.ready, unasked=True)
+        )
+        # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
+        await gather_or_cancel(_wait_and_join(cluster, scheduler), launching)
+        has_started = True
+    finally:
+        await cancel(watching, showing, asking)
+        if not has_started:
+            await processes.stop_launching()
+        if shown is not None:
+            await shown.end(has_started)
+    if shortage is not None:
+        cluster.tell(f"Cluster {cluster.options.name}: {shortage}")
 
-    def __init__(self, cluster: Cluster, processes: Workers) -> None:
-        self._cluster, self._processes = cluster, processes
 
-    async def run(self, *, strict: bool, display: bool = False) -> None:
-        """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
+async def _wait_and_join(cluster: Any, scheduler: CMLScheduler) -> None:
+    await scheduler
+    await cluster.sharing.join(str(scheduler.address))
 
-        Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
 
-        Parameters
-        ----------
-        strict : bool
-            Whether a worker that is not launched is an error. Otherwise it is launched later.
-        display : bool
-            Whether to show the progress.
-
-        Raises
-        ------
-        LaunchRefused, SessionFailed, SchedulerTimeout
-            As in :class:`dask_cml.CMLCluster`.
-        """
-        cluster = self._cluster
-        scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**cluster.scheduler_spec["options"])
-        cluster.scheduler = scheduler
-        specs = dict(cluster.worker_spec)  # a user may scale meanwhile
-        workers: dict[str, Any] = {}
-        if strict:  # before the scheduler's session is launched: a spec or a label may be invalid
-            options = cluster.options
-            await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
-            for group in (options, *options.groups().values()):
-                await cluster.api.find_labels(group.launch_options)
-            workers = {name: self._processes.make(name) for name in specs}
-        shown = None
-        if display:
-            shown = StartDisplay(
-                cluster.options.name, scheduler, specs.keys(), cluster.workers, self._processes.arrived
-            )
-        showing = asyncio.create_task(shown.run()) if shown else None
-        watching: asyncio.Task[None] | None = None
-        asking = asyncio.create_task(api_v2.quota_left()) if strict else None
-        shortage: str | None = None
-        has_started = False
+async def _watch(cluster: Any) -> None:
+    """Update workers from the platform's list, until cancelled."""
+    while True:
         try:
-            # The scheduler's session first: in a queue, workers could take its place.
-            async with scheduler.lock:  # whoever awaits the cluster meanwhile must not launch it, too
-                try:
-                    await scheduler.launch()
-                except BaseException:
-                    scheduler.status = Status.failed
-                    raise
-            # Only now: as soon as the workers are launched, the platform counts them as used.
-            if asking is not None and asking.done():
-                shortage = api_v2.shortage(cluster.groups.others()[1:], asking.result())
-            if shown is not None and shortage is not None:
-                shown.notice = shortage
-            await cluster.sharing.note(self._processes.launched)
-            watching = asyncio.create_task(self._watch())
-            launching = (
-                self._launch_strictly(workers)
-                if strict
-                else self._processes.launch(self._processes.ready, unasked=True)
-            )
-            # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
-            await gather_or_cancel(self._wait_and_join(scheduler), launching)
-            has_started = True
-        finally:
-            await cancel(watching, showing, asking)
-            if not has_started:
-                await self._processes.stop_launching()
-            if shown is not None:
-                await shown.end(has_started)
-        if shortage is not None:
-            cluster.tell(f"Cluster {cluster.options.name}: {shortage}")
+            listing = await cluster.api.sessions()
+        except CallFailed:  # the scheduler may still connect
+            continue
+        for worker in cluster.processes.workers():
+            worker.update(listing)
+        await cluster.sharing.note(cluster.processes.launched)
 
-    async def _wait_and_join(self, scheduler: CMLScheduler) -> None:
-        await scheduler
-        await self._cluster.sharing.join(str(scheduler.address))
 
-    async def _watch(self) -> None:
-        """Update workers from the platform's list, until cancelled."""
-        while True:
-            try:
-                listing = await self._cluster.api.sessions()
-            except CallFailed:  # the scheduler may still connect
-                continue
-            for worker in self._processes.workers():
-                worker.update(listing)
-            await self._cluster.sharing.note(self._processes.launched)
+async def _launch_strictly(cluster: Any, workers: Mapping[str, Any]) -> None:
+    async def launch(name: str) -> None:
+        if name not in cluster.worker_spec:
+            return
+        try:
+            await cluster.processes.launch_one(name, workers[name])
+        except CMLError:
+            if name in cluster.worker_spec:
+                raise
 
-    async def _launch_strictly(self, workers: Mapping[str, Any]) -> None:
-        async def launch(name: str) -> None:
-            if name not in self._cluster.worker_spec:
-                return
-            try:
-                await self._processes.launch_one(name, workers[name])
-            except CMLError:
-                if name in self._cluster.worker_spec:
-                    raise
-
-        await gather_or_cancel(*map(launch, workers))
+    await gather_or_cancel(*map(launch, workers))

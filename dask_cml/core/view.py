@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from dask_cml.core.interface import Cluster
 from dask_cml.core.messages import Messages
 from dask_cml.core.retirement import Retirements
 from dask_cml.core.workers import Workers, connected_names
@@ -16,7 +16,7 @@ from dask_cml.words import command
 class Sessions:
     """The sessions of a cluster as a process knows them."""
 
-    _cluster: Cluster
+    _cluster: Any
 
     @property
     def sessions(self) -> list[Session]:
@@ -68,7 +68,7 @@ class View(Sessions):
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster.
     processes, retirements, messages
         Its parts.
@@ -76,7 +76,7 @@ class View(Sessions):
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Any,
         processes: Workers,
         retirements: Retirements,
         messages: Messages,

@@ -19,7 +19,6 @@ from distributed.core import Status
 from dask_cml.cancellation import cancel, gather_or_cancel, within
 from dask_cml.checks import is_session_id
 from dask_cml.core.backoff import Backoff
-from dask_cml.core.interface import Cluster
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
@@ -38,7 +37,7 @@ logger = get_logger(__name__)
 _LAST_STARTS = 20
 
 
-def connected_names(cluster: Cluster) -> set[str]:
+def connected_names(cluster: Any) -> set[str]:
     """Return the names of all Dask workers that are connected to a cluster's scheduler."""
     return {str(info["name"]) for info in [*cluster.scheduler_info["workers"].values()]}
 
@@ -53,11 +52,11 @@ class Workers:
 
     Parameters
     ----------
-    cluster : Cluster
+    cluster : CMLCluster
         The cluster. ``worker_spec`` says which workers are wanted, and ``workers`` which are launched.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self._backoffs: dict[str, Backoff] = {}
         #: How long the last sessions of each group took from their launch until they connected, in seconds.

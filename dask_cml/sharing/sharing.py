@@ -18,14 +18,15 @@ from distributed.core import Status
 
 from dask_cml import compat
 from dask_cml.core.at_exit import unclosed
+from dask_cml.core.ending import How
 from dask_cml.core.folder import fill_folder
-from dask_cml.core.interface import How, Role
+from dask_cml.core.start import start
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
 from dask_cml.options import Options
 from dask_cml.options.limits import limits
 from dask_cml.output import get_logger
-from dask_cml.protocol import Rank
+from dask_cml.protocol import Rank, Role
 from dask_cml.records import liveness, store
 from dask_cml.records.history import kept_logs
 from dask_cml.records.operations import stop_and_remove, take_name, wait_until_running
@@ -609,7 +610,7 @@ class Sharing:
             self.is_joined = False
             keeper.renew()
             self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
-            await cluster.start.run(strict=False)
+            await start(cluster, strict=False)
         cluster.begin_looking()
         cluster.tell(
             f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begin:.0f} s"
