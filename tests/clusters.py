@@ -482,7 +482,7 @@ def is_subscribed(cluster: Any) -> bool:
 
 def loop_runs(cluster: Any) -> bool:
     """Return whether the event loop of a cluster runs."""
-    return bool(cluster.ending._loop_runs)
+    return cluster.loop is not None and bool(cluster.loop.asyncio_loop.is_running())
 
 
 def end_at_exit(cluster: CMLCluster, timeout: float) -> None:

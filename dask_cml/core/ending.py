@@ -303,10 +303,7 @@ class Ending:
         try:
             if is_nested and self._cluster.status == Status.closed:
                 return None
-            if self._loop_runs:
-                self._cluster.sync(self.end, how, callback_timeout=timeout)
-            else:
-                self._end_without_loop(how)
+            self._end_blocking(how, timeout)
         finally:
             if not is_nested and self._cluster.status == Status.closed:
                 self._cluster._loop_runner.stop()
@@ -314,13 +311,8 @@ class Ending:
             self._close_lock.release()
         return None
 
-    @property
-    def _loop_runs(self) -> bool:
-        loop = self._cluster.loop
-        return loop is not None and loop.asyncio_loop.is_running()
-
     def end_now(self, timeout: float) -> None:
-        """Close when the interpreter exits. Blocks.
+        """Close when the interpreter exits, also if the event loop does not in time. Blocks.
 
         Parameters
         ----------
@@ -332,26 +324,29 @@ class Ending:
         CMLError
             If the platform did not stop some sessions. The message names them.
         """
-        closing = self.end(self.usual_how)
         try:
-            loop = None if self._cluster.starting is None else self._cluster.starting.get_loop()
-            if loop is not None and loop.is_running():
-                asyncio.run_coroutine_threadsafe(closing, loop).result(timeout)
-        except CMLError:
+            self._end_blocking(self.usual_how, timeout, in_any_case=True)
+        finally:
             self._cluster.status = Status.closed  # so that Dask does not close it again
+
+    def _end_blocking(self, how: How, timeout: float | None, *, in_any_case: bool = False) -> None:
+        """End as :meth:`end` does, in the event loop or, if that has ended as after asyncio.run, without it.
+
+        With `in_any_case`, end without it also if it is busy for longer than `timeout` seconds.
+        """
+        loop, ending = self._cluster.loop, self.end(how)
+        try:
+            if loop is not None and loop.asyncio_loop.is_running():
+                asyncio.run_coroutine_threadsafe(ending, loop.asyncio_loop).result(timeout)
+        except CMLError:
             raise
-        except Exception as error:  # of a loop that is busy or ends, or of Dask: sessions are stopped even so
+        except Exception as error:  # of a loop that is busy or ends, or of Dask
+            if not in_any_case:
+                raise
             logger.info("Event loop of cluster %s not used to close it: %r", self._name, error)
         finally:
-            if inspect.getcoroutinestate(closing) == inspect.CORO_CREATED:  # the loop has ended
-                closing.close()
-        try:
-            self._end_without_loop(self.usual_how)
-        finally:
-            self._cluster.status = Status.closed
-
-    def _end_without_loop(self, how: How) -> None:
-        """End as :meth:`end` does when the event loop has ended, as after asyncio.run. Blocks."""
+            if inspect.getcoroutinestate(ending) == inspect.CORO_CREATED:  # the loop has ended
+                ending.close()
         if self._has_ended(how):
             return
         self.how = how
