@@ -87,7 +87,7 @@ def one_run(n: int) -> dict[str, Any]:
             [sys.executable, "-m", __spec__.name, "workers", address, *keys, str(n)], stdout=subprocess.PIPE
         ) as workers:
             workers.stdout.readline()
-            while len(cluster.view.arrived()) < n:
+            while sum(group.n_arrived for group in cluster.worker_groups.values()) < n:
                 time.sleep(0.1)
             figures = {
                 "n": n,

@@ -237,7 +237,7 @@ def _log_lines(client: Client, address: str) -> None:
         _last_lines[scheduler] = logged_at
         objects = [cluster for cluster in unclosed() if cluster.options.name == name]
         # An object of the cluster says it itself, or is to be quiet. In a session of the cluster is no user.
-        if not (here.is_inside(record) or any(cluster.is_keeper or cluster.quiet for cluster in objects)):
+        if not (here.is_inside(record) or any(cluster._is_keeper or cluster.quiet for cluster in objects)):
             logger.warning("%s", message.get("text"))
 
     client.subscribe_topic(LINES, log)

@@ -226,7 +226,7 @@ class CMLCluster(SpecCluster):
     """
 
     #: Whether this object counts as a user, and may manage the cluster. None: that follows from the session.
-    rank: Rank | None = None
+    _rank: Rank | None = None
     __setattr__ = set_attribute
 
     @checks_arguments
@@ -460,7 +460,7 @@ class CMLCluster(SpecCluster):
         refuse_unexpected(self.scale, kwargs)
         options = self.groups.options(worker_group)
         n = options.sessions_for(n, memory, cores)
-        self.check_running(f"worker group {worker_group!r} not scaled", or_new=True)
+        self._check_running(f"worker group {worker_group!r} not scaled", or_new=True)
         if n > self.groups.target(worker_group):
             check_room("n", n, options.worker, self.groups.others(worker_group))
         return self._in_loop(self._ask, "scale", group=worker_group, n=n)
@@ -511,7 +511,7 @@ class CMLCluster(SpecCluster):
                 self.groups.adapt(group, CMLAdaptive.of(self, group, limits))
             target = self.groups.target(group)
             self._resize(group, min(max(target, limits["minimum"]), limits["maximum"]))
-            if self.is_keeper:
+            if self._is_keeper:
                 self.groups.begin_adapting()
         self.processes.begin_anew(group)
 
@@ -529,7 +529,7 @@ class CMLCluster(SpecCluster):
 
     def _resize(self, group: str, n: int) -> None:
         """Want `n` workers of a group here."""
-        absent = self.processes.absent(group) if self.is_keeper else [*reversed(self.groups.workers(group))]
+        absent = self.processes.absent(group) if self._is_keeper else [*reversed(self.groups.workers(group))]
         self.groups.resize(group, n, absent)
         self.loop.add_callback(self._correct_state_internal)  # type: ignore[union-attr]
 
@@ -594,7 +594,7 @@ class CMLCluster(SpecCluster):
             most, name = max(least, _MAXIMUM), self.options.name
             logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
         most = int(most)
-        self.check_running(f"worker group {worker_group!r} not adapted", or_new=True)
+        self._check_running(f"worker group {worker_group!r} not adapted", or_new=True)
         is_cml_adaptive = issubclass(Adaptive, CMLAdaptive)
         if is_cml_adaptive:
             kwargs["worker_group"] = worker_group
@@ -614,7 +614,7 @@ class CMLCluster(SpecCluster):
         self.groups.adapt(group, None if self.is_remote else adaptive)
         return self._ask("adapt", group=group, limits=adaptive.limits)
 
-    def stop_adapting(self, group: str) -> Any:
+    def _stop_adapting(self, group: str) -> Any:
         """Stop a group's adaptive scaling at its present number of sessions.
 
         Return an awaitable in an event loop.
@@ -624,12 +624,12 @@ class CMLCluster(SpecCluster):
         group : str
             The worker group.
         """
-        if self.status not in (Status.created, Status.running) and not self.is_keeper:
+        if self.status not in (Status.created, Status.running) and not self._is_keeper:
             self.groups.adapt(group, None)
             return None
         return self._in_loop(self._ask, "stop adapting", group=group)
 
-    def check_running(self, what: str, *, or_new: bool = False) -> None:
+    def _check_running(self, what: str, *, or_new: bool = False) -> None:
         """Refuse what a cluster cannot do that does not run.
 
         Parameters
@@ -652,7 +652,7 @@ class CMLCluster(SpecCluster):
         if not or_new or self.status != Status.created:
             why = f": {self.sharing.end}" if self.sharing.end else ""
             raise CMLError(f"{what}: cluster {name} is {self.status.name}{why}")
-        if not self.is_keeper and self.options.create_mode != "create":
+        if not self._is_keeper and self.options.create_mode != "create":
             raise CMLError(f"{what}: cluster {name} is not connected yet, await it first")
 
     def _new_worker_name(self, worker_number: int) -> str:
@@ -738,14 +738,14 @@ class CMLCluster(SpecCluster):
         refuse_unexpected(self.add_worker_group, kwargs)
         options = self.options.of_group(given)
         group_name("name", name)
-        self.check_running(f"worker group {name!r} not added")
+        self._check_running(f"worker group {name!r} not added")
         self.api.check_options(options.launch_options)
         check_worker_class(options)
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
 
     async def _add_group(self, name: str, options: Options) -> None:
-        self.check_running(f"worker group {name!r} not added")
+        self._check_running(f"worker group {name!r} not added")
         if name in self.groups:
             raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
         self.groups.check_size(name, options)
@@ -775,23 +775,23 @@ class CMLCluster(SpecCluster):
         return self.sync(self._delete_group, name)
 
     async def _delete_group(self, name: str) -> None:
-        self.check_running(f"worker group {name!r} not deleted")
+        self._check_running(f"worker group {name!r} not deleted")
         if name == DEFAULT_GROUP or name not in self.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
-        workers = {*self.view.workers_of(name)}
+        workers = {*self._view.workers_of(name)}
         await self._ask("delete group", group=name)
         await self._correct_state_internal()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
 
         def left() -> list[str]:
-            left = [worker for worker in self.view.workers_of(name) if worker in workers]
+            left = [worker for worker in self._view.workers_of(name) if worker in workers]
             if left:
-                self.check_running(f"{deleted} {', '.join(left)} not stopped")
+                self._check_running(f"{deleted} {', '.join(left)} not stopped")
             return left
 
         if not_stopped := await self.ending.wait_until_done(left):
             names = ", ".join(not_stopped)
-            if {*not_stopped} <= {*self.view.staying}:
+            if {*not_stopped} <= {*self._view.staying}:
                 raise CMLError(
                     f"{deleted} {names} stay until other workers can take their data. To launch some, run "
                     f"{command('scale', self.options.name, 'N')}"
@@ -821,11 +821,11 @@ class CMLCluster(SpecCluster):
         async with self._lock:
             if self.status != Status.running:
                 return
-            if not self.is_keeper:
+            if not self._is_keeper:
                 self.sharing.step()
                 return
-            self.note_changes_by_hand()
-            if not self.keeps:
+            self._note_changes_by_hand()
+            if not self._keeps:
                 return
             for group in self.groups.names:
                 if excess := self.groups.excess(group):
@@ -835,7 +835,7 @@ class CMLCluster(SpecCluster):
             await self._launch_missing()
             await self.sharing.stepped()
 
-    def note_changes_by_hand(self) -> None:
+    def _note_changes_by_hand(self) -> None:
         """Note what a user has changed in ``worker_spec``, as a subclass of SpecCluster may."""
         closed, new = self.groups.take_changes_by_hand()
         for group in {*closed.values(), *new.values()}:
@@ -848,7 +848,7 @@ class CMLCluster(SpecCluster):
         """Stop the sessions of retired workers, and those without a worker."""
         ids = {str(worker.session_id) for worker in retired}
         await self.processes.find_sessions()
-        if not self.keeps:  # another process may use these workers by now
+        if not self._keeps:  # another process may use these workers by now
             return
         to_stop = self.processes.unused.keys() | (ids & {*self.api.live})
         if not to_stop:
@@ -872,7 +872,7 @@ class CMLCluster(SpecCluster):
 
     # -- the look
 
-    def begin_looking(self, unheard_since: float | None = -math.inf) -> None:
+    def _begin_looking(self, unheard_since: float | None = -math.inf) -> None:
         """Look at the sessions and adapt from now on.
 
         Parameters
@@ -938,7 +938,7 @@ class CMLCluster(SpecCluster):
         # SpecCluster.__aenter__ (spec.py:478) asserts that it runs. Another process may have shut it down.
         try:
             await self
-            self.check_running("not connected")
+            self._check_running("not connected")
         except (Exception, asyncio.CancelledError):
             await self._close()
             raise
@@ -997,7 +997,7 @@ class CMLCluster(SpecCluster):
             await self.sharing.follow()
         await asyncio.to_thread(output.flush)
 
-    def move(self, place: Place) -> None:
+    def _move(self, place: Place) -> None:
         """Use another scheduler, or other keys, from now on.
 
         Parameters
@@ -1010,7 +1010,7 @@ class CMLCluster(SpecCluster):
         self.groups.move(place)
         self.scheduler_spec["options"]["place"] = place
 
-    def take_options(self, options: Options) -> None:
+    def _take_options(self, options: Options) -> None:
         """Take the options of the running cluster to which this object connects.
 
         Parameters
@@ -1038,15 +1038,15 @@ class CMLCluster(SpecCluster):
             await start(self, strict=True, display=not self._quiet)
         except LaunchRefused as error:
             raise LaunchRefused(error.name, error.reason, _ASK_FOR_LESS) from None
-        self.begin_looking()
+        self._begin_looking()
         if limits_of_session := here.session_limits():
-            self.tell(limits_of_session)
+            self._tell(limits_of_session)
         if not options.shutdown_on_close:
-            self.tell(here.lifetime(options.name, options.idle_timeout))
+            self._tell(here.lifetime(options.name, options.idle_timeout))
 
     # -- the connection to the scheduler
 
-    async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
+    async def _ask_scheduler(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`dask_cml.rpc.ask`. Default limit: ``timing.answer``.
 
         Parameters
@@ -1065,7 +1065,7 @@ class CMLCluster(SpecCluster):
         comm = self.scheduler_comm
         return await ask(comm.address, comm.connection_args, op, limit, **arguments)
 
-    async def start_dask(self) -> None:
+    async def _start_dask(self) -> None:
         """Follow the scheduler's workers by Cluster._start (cluster.py:123)."""
         await super(SpecCluster, self)._start()
         workers = with_numbers(self.scheduler_info["workers"])
@@ -1084,7 +1084,7 @@ class CMLCluster(SpecCluster):
             super()._update_worker_status(op, msg)  # of a subclass
         elif gone is not None or op != "remove":
             super(SpecCluster, self)._update_worker_status(op, msg)
-        if self.is_keeper:
+        if self._is_keeper:
             self.losses.note_connected(names)
             if op == "remove":
                 self.woken.set()
@@ -1105,14 +1105,14 @@ class CMLCluster(SpecCluster):
                 else:
                     workers, running = with_numbers(answer["workers"]), Status.running.name
                     n_running = sum(info["status"] == running for info in workers.values())
-                    if self.is_keeper:
+                    if self._is_keeper:
                         known = self.scheduler_info["workers"]
                         workers = {address: workers.get(address, known[address]) for address in known}
                     self.scheduler_info = SchedulerInfo({**answer, "workers": workers})
                     if n_workers <= min(n_running, len(workers)):
                         return
-            self.check_running(f"{n_workers} workers not connected")
-            self.view.check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
+            self._check_running(f"{n_workers} workers not connected")
+            self._view.check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
                 problem = self.problem if self.sharing.is_connected else "the scheduler does not answer"
                 why = f": {problem}" if problem else ""
@@ -1195,12 +1195,12 @@ class CMLCluster(SpecCluster):
         self.ending.note_error(sys.exc_info()[1])
         await self.ending.end(self.ending.usual_how)
 
-    async def close_dask(self) -> None:
+    async def _close_dask(self) -> None:
         """Close what Dask's classes have opened, by their own code."""
         await self.sharing.close_dashboard()  # before Dask's code says that the cluster is closed
         await self.connection.unsubscribe()
         self.worker_spec.clear()
-        if self.is_keeper:
+        if self._is_keeper:
             await self.processes.close_others()
         if isinstance(self.scheduler, CMLScheduler):
             self.scheduler.status = Status.closed
@@ -1225,31 +1225,31 @@ class CMLCluster(SpecCluster):
         return self.sharing.role is Role.FOLLOWER and self.status == Status.running
 
     @property
-    def is_keeper(self) -> bool:
+    def _is_keeper(self) -> bool:
         """Whether this process manages the cluster: it launches and stops the sessions."""
         return self.sharing.role is Role.KEEPER
 
     @property
-    def keeps(self) -> bool:
+    def _keeps(self) -> bool:
         """Whether this process is the keeper, and may act: no other process can be the keeper by now."""
         return self.sharing.keeps
 
     @property
-    def view(self) -> View:
+    def _view(self) -> View:
         """What this process knows of the sessions, or has heard from the process that manages the cluster."""
         return self.sharing.view or self._own_view
 
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return self.view.sessions
+        return self._view.sessions
 
     @property
     def problem(self) -> str | None:
         """The cluster's present problem, such as an exhausted quota. None if there is no problem."""
         if self.status == Status.running and self.sharing.problem:
             return self.sharing.problem
-        return self.sharing.end or self.view.problem or self.sharing.workers_problem
+        return self.sharing.end or self._view.problem or self.sharing.workers_problem
 
     @property
     def worker_groups(self) -> dict[str, WorkerGroup]:
@@ -1266,7 +1266,7 @@ class CMLCluster(SpecCluster):
             groups[name] = WorkerGroup(
                 name=name,
                 n_workers=self.groups.target(name),
-                n_arrived=len(self.view.arrived(name)),
+                n_arrived=len(self._view.arrived(name)),
                 size=options.worker,
                 nthreads=options.nthreads,
                 processes=options.processes,
@@ -1283,7 +1283,7 @@ class CMLCluster(SpecCluster):
         return self.sharing.address or str(self.scheduler_comm.address)
 
     @property
-    def has_dashboard(self) -> bool:
+    def _has_dashboard(self) -> bool:
         """Whether the scheduler has a dashboard. Without it, Dask serves other pages at its port."""
         listens = "dashboard" in self.scheduler_info.get("services", {})
         return listens and "--no-dashboard" not in self.options.scheduler_args
@@ -1292,7 +1292,7 @@ class CMLCluster(SpecCluster):
     def dashboard_link(self) -> str:
         """The URL of the dashboard. Empty if the scheduler has none, or another program uses its port."""
         # Cluster.dashboard_link (cluster.py:357) leads to the scheduler's port, which is its loopback's.
-        if self.scheduler is None or not self.has_dashboard:
+        if self.scheduler is None or not self._has_dashboard:
             return ""
         url = self.sharing.dashboard_url
         if url is None and self.scheduler.session is not None:
@@ -1385,7 +1385,7 @@ class CMLCluster(SpecCluster):
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
         return max(
-            0, sum(self.groups.target(group) for group in self.groups.names) - len(self.view.arrived())
+            0, sum(self.groups.target(group) for group in self.groups.names) - len(self._view.arrived())
         )
 
     def __repr__(self) -> str:
@@ -1429,7 +1429,7 @@ class CMLCluster(SpecCluster):
         """
         clusters = []
         for cluster in [*SpecCluster._instances]:
-            if not isinstance(cluster, cls) or cluster.rank is not None:  # a web UI only shows clusters
+            if not isinstance(cluster, cls) or cluster._rank is not None:  # a web UI only shows clusters
                 continue
             if cluster.starting is not None and cluster.status != Status.closed:
                 clusters.append(cluster)
@@ -1480,7 +1480,7 @@ class CMLCluster(SpecCluster):
 
     # -- words
 
-    def tell(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
         """Tell the user a line, and keep it for :meth:`get_logs`.
 
         Cluster._log (cluster.py:281) prints in the event loop, which a blocked or closed output would stop.
@@ -1494,7 +1494,7 @@ class CMLCluster(SpecCluster):
         self._cluster_manager_logs.append((datetime.now(), line))
         if not self.quiet:
             output.say(text)
-        if self.is_keeper:
+        if self._is_keeper:
             write_own_log(self, line)
             self.sharing.tell_clients(text)
 

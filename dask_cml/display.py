@@ -102,7 +102,7 @@ class EscapedLogs(Logs):
 
 def session_rows(cluster: Any) -> dict[str, Any]:
     """Return what templates show of the sessions, with their status. Of many, connected ones come last."""
-    sessions, connected = cluster.sessions, cluster.view.arrived()
+    sessions, connected = cluster.sessions, cluster._view.arrived()
     if len(sessions) > _MOST_SESSIONS:
         sessions.sort(key=lambda session: (session.role, session.name in connected))
     rows = [(session, status_of(session, connected)) for session in sessions[:_MOST_SESSIONS]]
@@ -171,7 +171,7 @@ def describe(cluster: Any) -> Description:
     """Describe a cluster for users."""
     age, most_age = (seconds / 3600 for seconds in cluster.sharing.age)
     idle_for = cluster.sharing.idle
-    waits = cluster.view.waits()
+    waits = cluster._view.waits()
     n_pending = cluster.n_pending - len(waits)
     pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(waits)]
     return Description(

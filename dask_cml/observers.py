@@ -33,13 +33,13 @@ EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 class ObservedCluster(CMLCluster):
     """A cluster of another process, which this process shows. The cluster can still become an orphan."""
 
-    rank = Rank.OBSERVER
+    _rank = Rank.OBSERVER
 
 
 class CommandedCluster(CMLCluster):
     """A cluster of another process, which a command asks for something."""
 
-    rank = Rank.COMMAND
+    _rank = Rank.COMMAND
 
 
 @dataclass
@@ -201,7 +201,7 @@ class Observers:
         now = time.monotonic()
         observed.lost_since = None if cluster.sharing.is_connected else observed.lost_since or now
         is_lost = observed.lost_since is not None and now - observed.lost_since > _DISCONNECTED
-        return has_ended or (is_lost and cluster.rank is Rank.OBSERVER)
+        return has_ended or (is_lost and cluster._rank is Rank.OBSERVER)
 
     async def _join(self, observed: Observed) -> None:
         observed.not_before = time.monotonic() + _RETRY

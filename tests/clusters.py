@@ -94,10 +94,10 @@ def cut_off(cluster: Any) -> Callable[[], None]:
         raise OSError("no route to host")
 
     def heal() -> None:
-        del link._watch, link.ask, cluster.ask
+        del link._watch, link.ask, cluster._ask_scheduler
 
     link = cluster.sharing.link
-    link._watch = link.ask = cluster.ask = no_connection
+    link._watch = link.ask = cluster._ask_scheduler = no_connection
     link._watching.abort()
     return heal
 
@@ -120,7 +120,7 @@ def folder_of(cluster: Any) -> Path:
 
 def who_gave_up(cluster: Any) -> Mapping[str, Any]:
     """Return the worker groups that launch no more sessions after failures."""
-    gave_up: Mapping[str, Any] = cluster.view.gave_up
+    gave_up: Mapping[str, Any] = cluster._view.gave_up
     return gave_up
 
 
@@ -292,7 +292,12 @@ async def run_command(*words: object) -> str:
 
 def is_keeper(cluster: CMLCluster) -> bool:
     """Return whether this process manages a cluster, and may act for it."""
-    return cluster.keeps
+    return cluster._keeps
+
+
+def manages(cluster: CMLCluster) -> bool:
+    """Return whether a process manages a cluster as far as it knows, also without a recent answer."""
+    return cluster._is_keeper
 
 
 def manager(name: str) -> str | None:
@@ -346,12 +351,12 @@ def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:
 
 def waits(cluster: CMLCluster) -> list[float]:
     """Return how long the queued worker sessions have waited, in seconds."""
-    return cluster.view.waits()
+    return cluster._view.waits()
 
 
 def wanted(cluster: CMLCluster, group: str = "default") -> list[str]:
     """Return the names of the wanted workers of a group."""
-    return [*cluster.view.workers_of(group)]
+    return [*cluster._view.workers_of(group)]
 
 
 def id_on_board(cluster: CMLCluster) -> str:

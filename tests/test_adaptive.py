@@ -11,7 +11,9 @@ from clusters import (
     adapting_of,
     arrived,
     create_elsewhere,
+    is_keeper,
     limits,
+    manages,
     rebuild,
     scheduler_of,
     simulate,
@@ -284,9 +286,9 @@ async def test_whoever_keeps_the_cluster_next_goes_on_adapting(it):
     await created.wait()
     async with rebuild("mine", shutdown_on_close=True) as cluster:
         await eventually(lambda: limits(cluster) == (1, 5) and arrived(cluster) == 1)
-        assert not cluster.is_keeper
+        assert not manages(cluster)
         creator.kill()
-        await eventually(lambda: cluster.keeps)
+        await eventually(lambda: is_keeper(cluster))
         Work(it, cluster, tasks=3)
         await eventually(lambda: arrived(cluster) == 3)
         assert limits(cluster) == (1, 5)
@@ -400,6 +402,6 @@ async def test_the_next_keeper_knows_how_long_sessions_take_to_start(it):
         await eventually(lambda: arrived(cluster) == 2)
         await asyncio.sleep(2)
         creator.kill()
-        await eventually(lambda: cluster.keeps)
+        await eventually(lambda: is_keeper(cluster))
         for group in ("default", "gpu"):
             assert 0.5 < start_time(cluster, group) < 30

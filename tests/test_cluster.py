@@ -75,7 +75,7 @@ def test_processes_share_one_session(platform, until):
 def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster, client, until):
     first, second = (f"{cluster.name}-{i}" for i in range(2))
     client.submit(print, "a task has printed this").result()
-    cluster.tell("the cluster has reported this")
+    cluster._tell("the cluster has reported this")
     until(lambda: "a task has printed this" in str(cluster.get_logs()))
     address = next(a for a, info in cluster.scheduler_info["workers"].items() if info["name"] == second)
     assert [*cluster.get_logs(False, False, [address])] == [second]

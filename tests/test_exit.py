@@ -106,7 +106,7 @@ def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(platform
     code = """
     class Broken(CMLCluster):
         async def close_dask(self):
-            await super().close_dask()
+            await super()._close_dask()
             raise OSError("the clean-up failed")
     print("ready", flush=True)
     Broken(n_workers=2, name="mine", quiet=True)
@@ -453,7 +453,7 @@ def test_a_handler_that_closes_joins_the_close_that_it_interrupts(platform, defa
     cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
     handled, ended = threading.Event(), []
     signal.signal(signal.SIGTERM, handle)
-    close, cluster.close_dask = cluster.close_dask, close_dask
+    close, cluster._close_dask = cluster._close_dask, close_dask
     cluster.close()
     assert ended == [Status.closed]
     assert cluster.status == Status.closed
@@ -469,7 +469,7 @@ def test_a_close_after_an_interrupted_close_joins_it(platform):
 
     cluster = CMLCluster(n_workers=0, platform="local", quiet=True)
     interrupted = threading.Event()
-    close, cluster.close_dask = cluster.close_dask, close_dask
+    close, cluster._close_dask = cluster._close_dask, close_dask
     with pytest.raises(KeyboardInterrupt):
         cluster.close()
     assert cluster.status == Status.closing
@@ -489,7 +489,7 @@ def test_a_close_waits_for_that_of_another_thread_as_long_as_it_may(platform):
         await asyncio.to_thread(may_close.wait)
         await close()
 
-    close, cluster.close_dask = cluster.close_dask, close_dask
+    close, cluster._close_dask = cluster._close_dask, close_dask
     thread = threading.Thread(target=cluster.close)
     thread.start()
     assert closes.wait(60)

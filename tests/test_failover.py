@@ -21,10 +21,12 @@ from clusters import (
     create_elsewhere,
     cut_off,
     is_connected,
+    is_keeper,
     limits,
     live,
     log_of,
     make,
+    manages,
     name_of,
     rebuild,
     scheduler_number,
@@ -137,7 +139,7 @@ async def test_a_request_that_only_the_lost_scheduler_knew_is_wanted_of_the_next
         if creator is None:
             heal()
         await eventually(lambda: scheduler_number(cluster) == 1 and stands(it, cluster, n))
-        assert cluster.keeps
+        assert is_keeper(cluster)
         if creator is not None:
             creator.kill()
 
@@ -222,8 +224,8 @@ async def test_a_remote_in_another_session_connects_to_the_next_scheduler_at_onc
         await eventually(lambda: arrived(cluster) == 1)
         await lose_scheduler(it.platform, eventually)
         await eventually(lambda: is_connected(other) and arrived(other) == 1, 30)
-        assert cluster.keeps
-        assert not other.keeps
+        assert is_keeper(cluster)
+        assert not is_keeper(other)
 
 
 class Named(CMLCluster):
@@ -248,7 +250,7 @@ async def test_a_process_that_launches_the_next_scheduler_gives_no_name_again(it
         before = len(it.platform.all)
         creator.kill()
         it.platform.end_session("anothersession00")
-        await eventually(lambda: mine.keeps and stands(it, mine, 4))
+        await eventually(lambda: is_keeper(mine) and stands(it, mine, 4))
         assert len(it.platform.all) == before + 5
         assert "another session" not in log_of(mine)
         assert mine.problem is None
@@ -321,7 +323,7 @@ async def test_a_notebook_that_was_frozen_for_minutes_goes_on_and_ends_its_clust
     creator.pause(timing.silence + 30.0)
     break_connection(cluster)  # nobody acknowledges what the scheduler sends
     await eventually(lambda: board_of(cluster).keeper is not None and creator.runs)
-    await eventually(lambda: cluster.keeps, 30)
+    await eventually(lambda: is_keeper(cluster), 30)
     creator.call(cluster.scale, 2)
     await eventually(lambda: arrived(cluster) == 2)
     assert "not connected" not in log_of(cluster)
@@ -416,13 +418,13 @@ async def test_a_former_keeper_without_network_does_not_replace_the_next_schedul
     async with simulate(name="lab", n_workers=1) as former, rebuild("lab") as other:
         await eventually(lambda: arrived(former) == 1)
         heal = cut_off(former)
-        await eventually(lambda: other.keeps)
+        await eventually(lambda: is_keeper(other))
         await lose_scheduler(it.platform, eventually)
         await asyncio.sleep(3 * timing.silence)
         assert store.read("lab").scheduler.number == 1
         heal()
         await eventually(lambda: is_connected(former) and arrived(former) == 1)
-        assert other.keeps
+        assert is_keeper(other)
 
 
 @simulated
@@ -435,11 +437,11 @@ async def test_a_scheduler_that_is_busy_for_a_moment_is_no_problem_of_its_keeper
             asked.append(op)
             raise asyncio.TimeoutError("no answer within 10 s")
 
-        cluster.ask = busy
+        cluster._ask_scheduler = busy
         step_in(cluster, "asks the scheduler", busy)
         cluster.woken.set()
         await eventually(lambda: len(set(asked)) > 1)
-        del cluster.ask
+        del cluster._ask_scheduler
         step_out(cluster, "asks the scheduler")
         await eventually(lambda: is_connected(cluster))
     assert "Cannot manage" not in caplog.text, asked
@@ -509,7 +511,7 @@ async def test_a_remote_replaces_what_has_ended_with_the_keepers_session(it):
         creator.kill()
         it.platform.end_session(session)
         await eventually(lambda: is_connected(mine) and stands(it, mine, 2))
-        assert mine.keeps
+        assert is_keeper(mine)
         assert limits(mine) == (2, 3)
         assert store.read("lab").scheduler.number == 1
 
@@ -535,7 +537,7 @@ async def test_an_observer_leaves_the_scheduler_to_the_keeper_however_long_it_ta
         it.platform.configure()
         await eventually(lambda: stands(it, cluster, 1))
         await eventually(lambda: is_connected(observer) and arrived(observer) == 1)
-        assert cluster.keeps
+        assert is_keeper(cluster)
         await observer.leave()
 
 
@@ -593,7 +595,7 @@ async def test_a_next_scheduler_that_answers_late_is_not_replaced(it, monkeypatc
         begun.set()
         await eventually(lambda: is_connected(cluster) and arrived(cluster) == 1)
         assert store.read("mine").scheduler.number == scheduler_number(cluster) == 1
-        assert cluster.keeps
+        assert is_keeper(cluster)
 
 
 @simulated
@@ -658,7 +660,7 @@ async def test_no_question_goes_to_a_scheduler_that_another_one_replaces(it):
         await eventually(lambda: scheduler_number(remote) == 1 and is_connected(keeper))
         # By now, the scheduler of another cluster may have the lost one's address.
         with pytest.raises(OSError, match="has not answered yet"):
-            await remote.ask("terminate")
+            await remote._ask_scheduler("terminate")
 
 
 async def lose_and_recover(it, cluster):
@@ -896,7 +898,7 @@ async def test_a_request_counts_although_keeper_and_scheduler_end_before_it_is_w
             await cluster.scale(3)
             creator.kill()
             it.platform.evict(cluster.sessions[0].id)
-        await eventually(lambda: cluster.is_keeper and arrived(cluster) == 3)
+        await eventually(lambda: manages(cluster) and arrived(cluster) == 3)
         assert target(cluster) == 3
         await cluster.shutdown()
 
@@ -941,7 +943,7 @@ async def test_what_a_process_says_of_its_own_connection_is_no_news_for_clients(
         await eventually(lambda: "Cluster lab not connected for" in log_of(cluster))
         heal()
         await eventually(lambda: "Cluster lab connected again" in log_of(cluster))
-        cluster.tell("a line")
+        cluster._tell("a line")
         await eventually(lambda: lines_for_clients(scheduler_of(it, cluster)))
         assert lines_for_clients(scheduler_of(it, cluster)) == ["a line"]
 

@@ -104,7 +104,7 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
     platform, holds, tmp_path, monkeypatch
 ):
     heard = []
-    ask = CMLCluster.ask
+    ask = CMLCluster._ask_scheduler
 
     async def counted(self, op, *arguments, **more):
         answer = await ask(self, op, *arguments, **more)

@@ -20,11 +20,13 @@ from clusters import (
     cut_off,
     forget_session,
     is_connected,
+    is_keeper,
     launch,
     limits,
     lines_of,
     live,
     make,
+    manages,
     n_supplied,
     rebuild,
     sessions,
@@ -160,7 +162,7 @@ async def test_the_keeper_adapts_for_a_remote_that_has_left_and_so_does_the_next
     assert limits(keeper) == (1, 2)
     async with rebuild("shared") as third, Client(third, asynchronous=True) as client:
         await keeper.leave()
-        await eventually(lambda: third.keeps and limits(third) == (1, 2))
+        await eventually(lambda: is_keeper(third) and limits(third) == (1, 2))
         futures = client.map(asyncio.sleep, [3600] * 1000, pure=False)
         await eventually(lambda: has(third, 2))
         await client.cancel(futures)
@@ -175,11 +177,11 @@ async def test_a_remote_keeps_the_cluster_when_the_keeper_leaves(it):
     keeper = await shared(n_workers=1)
     async with rebuild("shared") as other:
         await eventually(lambda: arrived(other) == 1)
-        assert not other.keeps
+        assert not is_keeper(other)
         before = store.read("shared").sessions
         await keeper.leave()
         assert store.read("shared").sessions == before
-        await eventually(lambda: other.keeps)
+        await eventually(lambda: is_keeper(other))
         assert {session.id for session in other.sessions} == {*before}
         other.scale(2)
         await eventually(lambda: has(other, 2) and len(other.workers) == 2)
@@ -202,9 +204,9 @@ async def test_one_of_several_remotes_keeps_the_cluster_when_the_keepers_process
         before = {*it.platform.running.items()}
         creator.kill()
         it.platform.evict(it.platform.running["shared-0"])  # which nobody sees
-        await eventually(lambda: one.keeps or two.keeps)
+        await eventually(lambda: is_keeper(one) or is_keeper(two))
         await eventually(lambda: arrived(one) == arrived(two) == 3)
-        assert (one.keeps, two.keeps) in [(True, False), (False, True)]
+        assert (is_keeper(one), is_keeper(two)) in [(True, False), (False, True)]
         assert len(it.platform.running) == 4
         assert len(before & {*it.platform.running.items()}) == 3
         for cluster in one, two:
@@ -219,17 +221,17 @@ async def test_a_keeper_that_was_silent_for_a_lease_becomes_a_remote_and_stops_n
         await eventually(lambda: has(former, 2))
         before = {*it.platform.running.values()}
         heal = cut_off(former)
-        await eventually(lambda: other.keeps)
-        assert not former.keeps
+        await eventually(lambda: is_keeper(other))
+        assert not is_keeper(former)
         await asyncio.sleep(2 * timing.lease)
         assert {*it.platform.running.values()} == before
         heal()
-        await eventually(lambda: is_connected(former) and not former.is_keeper)
+        await eventually(lambda: is_connected(former) and not manages(former))
         await eventually(lambda: has(former, target(other)))
         assert {*it.platform.running.values()} == before
         other.scale(3)
         await eventually(lambda: has(other, 3) and has(former, 3))
-        assert other.keeps
+        assert is_keeper(other)
 
 
 @simulated
@@ -240,7 +242,7 @@ async def test_what_the_keeper_was_asked_for_meanwhile_reaches_the_board_later(i
         await asyncio.sleep(timing.retry)
         heal()
         await eventually(lambda: has(keeper, 2) and has(remote, 2))
-        assert keeper.keeps
+        assert is_keeper(keeper)
 
 
 def scale_up(cluster):
@@ -263,10 +265,10 @@ async def test_what_a_former_keeper_is_asked_for_before_it_notices_reaches_the_b
     async with shared(n_workers=1) as former, rebuild("shared", shutdown_on_close=True) as other:
         await eventually(lambda: has(former, 1))
         heal = cut_off(former)
-        await eventually(lambda: other.keeps)
+        await eventually(lambda: is_keeper(other))
         heal()
         ask(former)
-        assert former.is_keeper
+        assert manages(former)
         if leaves:
             await former.leave()
         await eventually(lambda: has(other, 2))
@@ -278,13 +280,13 @@ async def test_what_a_silent_keeper_was_asked_for_counts_when_it_answers_again(i
     async with shared(n_workers=1) as former, rebuild("shared") as other:
         await eventually(lambda: has(former, 1))
         heal = cut_off(former)
-        await eventually(lambda: other.keeps)
+        await eventually(lambda: is_keeper(other))
         former.scale(2)
         await other.scale(3)
         await eventually(lambda: has(other, 3))
         heal()
         await eventually(lambda: has(former, 2) and has(other, 2))
-        assert not former.is_keeper
+        assert not manages(former)
 
 
 @simulated
@@ -293,7 +295,7 @@ async def test_a_request_after_the_first_board_is_written_reaches_the_board(it, 
     fill_folder = sharing.fill_folder
 
     def adapt_meanwhile(*arguments):
-        assert not cluster.is_keeper
+        assert not manages(cluster)
         cluster.adapt(1, 2)
         fill_folder(*arguments)
 
@@ -347,10 +349,10 @@ if __name__ == "__main__":
     cluster = CMLCluster(n_workers=1, name="shared", platform="local", shutdown_on_close=False, quiet=True)
     while cluster.n_pending:
         time.sleep(0.05)
-    print(cluster.keeps, flush=True)
-    while cluster.is_keeper:
+    print(cluster._keeps, flush=True)
+    while cluster._is_keeper:
         time.sleep(0.05)
-    print(cluster.keeps, flush=True)
+    print(cluster._keeps, flush=True)
 """
 
 
@@ -360,7 +362,7 @@ async def test_a_process_that_was_frozen_finds_the_cluster_kept_by_another_and_l
     assert await process.stdout.readline() == b"True\n"
     async with rebuild("shared") as other:
         process.send_signal(signal.SIGSTOP)
-        await holds(lambda: other.keeps and arrived(other) == 1)
+        await holds(lambda: is_keeper(other) and arrived(other) == 1)
         process.send_signal(signal.SIGCONT)
         assert await process.stdout.readline() == b"False\n"
         assert await process.wait() == 0
@@ -407,7 +409,7 @@ async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_n
             ["large"],
         )
         creator.kill()
-        await eventually(lambda: cluster.keeps)
+        await eventually(lambda: is_keeper(cluster))
         await asyncio.sleep(timing.strays + timing.stray)
         assert groups(cluster) == {"default": 1, "gpu": 1}
         assert (wanted(cluster, "default"), wanted(cluster, "gpu")) == (
@@ -433,7 +435,7 @@ async def test_the_next_keeper_retires_the_workers_of_a_group_that_was_deleted_m
         [future] = await client.scatter([bytes(1000)], workers=[holder])
         creator.kill()
         await cluster.delete_worker_group("gpu")
-        assert cluster.keeps
+        assert is_keeper(cluster)
         await eventually(lambda: len(it.platform.live) == 2)
         assert await future == bytes(1000)
 
@@ -466,7 +468,7 @@ async def test_the_next_keeper_gives_no_name_again(it, cls):
         for file in (folder / SESSIONS_FOLDER).glob(f"{session}*"):
             file.unlink()
         creator.kill()
-        await eventually(lambda: cluster.keeps)
+        await eventually(lambda: is_keeper(cluster))
         launched = len(it.platform.all)
         cluster.scale(5)
         await eventually(lambda: has(cluster, 5))
@@ -575,7 +577,7 @@ async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it,
             await eventually(lambda: it.platform.under_way)
             await stop_managing(cluster)
         assert "shared-0" in [launch.key for launch in known.values()]
-        await eventually(lambda: cluster.keeps and has(cluster, 1))
+        await eventually(lambda: is_keeper(cluster) and has(cluster, 1))
 
 
 @simulated
@@ -605,7 +607,7 @@ async def test_a_keeper_that_loses_the_lease_in_a_step_stops_nothing(it):
             change_known_board(cluster, keeper="another")
 
     async def note_stop(ids):
-        stops.append(cluster.keeps)
+        stops.append(is_keeper(cluster))
         await stop(ids)
 
     stops = []

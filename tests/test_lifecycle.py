@@ -22,6 +22,7 @@ from clusters import (
     create_and_kill,
     create_elsewhere,
     is_connected,
+    is_keeper,
     is_subscribed,
     lines_of,
     live,
@@ -404,7 +405,7 @@ async def test_what_a_process_that_leaves_could_not_do_is_left_to_another_that_w
         it.platform.fail("stop_workers", *[HTTPError(401)] * 1000)
         cluster.scale(0)
         await cluster.leave()
-        await eventually(lambda: other.keeps, 2.0)
+        await eventually(lambda: is_keeper(other), 2.0)
         it.platform.heal()
         await eventually(lambda: launched(it) == {"night-scheduler"})
         await other.shutdown()
@@ -450,13 +451,13 @@ async def test_shutdown_ends_a_cluster_at_once_whose_leaving_waits(it):
 def test_shutdown_in_another_thread_while_the_cluster_is_being_left_shuts_it_down(platform):
     cluster = CMLCluster(n_workers=1, platform="local", quiet=True)
     closing = threading.Thread(target=cluster.shutdown)
-    leave_dask = cluster.close_dask
+    leave_dask = cluster._close_dask
 
     async def close_dask():
         closing.start()
         await leave_dask()
 
-    cluster.close_dask = close_dask
+    cluster._close_dask = close_dask
     cluster.leave()
     closing.join(120)
     assert not closing.is_alive()
@@ -628,7 +629,7 @@ async def test_the_record_is_complete_before_the_scheduler_ends(it, monkeypatch)
         await write(processes)
 
     async with simulate(name="lab") as cluster:
-        ask, done = cluster.ask, []
+        ask, done = cluster._ask_scheduler, []
         await cluster._stop_looking()
         monkeypatch.setattr(cluster, "ask", note_end)
         write = step_in(cluster, "writes the record", note_write)

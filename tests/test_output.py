@@ -292,7 +292,7 @@ may_tell = [asyncio.Event() for _ in range(2)]
 async def tell():
     for n, event in enumerate(may_tell):
         await event.wait()
-        cluster.tell(f"line {n}")
+        cluster._tell(f"line {n}")
         cluster.logger_of_test.warning(f"warning {n}")
 
 async def begin():

@@ -60,11 +60,11 @@ async def test_an_error_of_a_poll_of_all_clusters_is_logged_once(it, caplog):
 @simulated
 async def test_close_tries_again_after_an_error_of_dask(it):
     async def fail():
-        del cluster.close_dask
+        del cluster._close_dask
         raise AttributeError("comm")
 
     cluster = await simulate()
-    cluster.close_dask = fail
+    cluster._close_dask = fail
     with pytest.raises(AttributeError):
         await cluster.close()
     await cluster.close()

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from clusters import create_elsewhere, rebuild, simulate
+from clusters import create_elsewhere, is_keeper, rebuild, simulate
 from simulated.testing import eventually, simulated
 
 from dask_cml import protocol
@@ -77,7 +77,7 @@ async def test_a_cluster_that_cannot_keep_itself_says_so_and_tries_again(it, mon
     monkeypatch.setattr(resident, "run", run)
     await eventually(lambda: state().manager == WHO)
     async with rebuild("night") as cluster:
-        await eventually(lambda: cluster.keeps)
+        await eventually(lambda: is_keeper(cluster))
         await eventually(lambda: state().workers.problem is None)
         await cluster.shutdown()
 
@@ -102,7 +102,7 @@ async def test_a_keeper_that_hangs_while_a_notebook_keeps_the_cluster_is_replace
     [process] = residents(it)
     process.freeze()
     async with rebuild("night") as cluster:
-        await eventually(lambda: cluster.keeps)
+        await eventually(lambda: is_keeper(cluster))
         await asyncio.sleep(2 * timing.silence)
     begin = time.monotonic()
     it.platform.evict(it.platform.running["night-0"])

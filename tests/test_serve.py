@@ -20,7 +20,7 @@ import psutil
 import pytest
 import tornado
 from click.testing import CliRunner
-from clusters import create_elsewhere, log_of, sessions, write_record
+from clusters import create_elsewhere, is_keeper, log_of, sessions, write_record
 from conftest import PATIENCE, configured
 from distributed import Client
 from ports import free_port
@@ -613,7 +613,7 @@ async def test_the_page_shows_a_cluster_that_died_while_it_only_observed_it(serv
 
 
 def keeps(cluster):
-    return cluster is not None and cluster.keeps
+    return cluster is not None and is_keeper(cluster)
 
 
 @pytest.mark.slow

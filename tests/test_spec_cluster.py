@@ -29,6 +29,7 @@ from clusters import (
     NOTEBOOK,
     arrived,
     board_of,
+    is_keeper,
     launch_worker,
     limits,
     n_connected,
@@ -203,7 +204,7 @@ async def test_the_next_keeper_wants_as_many_ordinary_workers(it):
     before = {*it.platform.live}
     async with rebuild("mine", shutdown_on_close=True) as cluster:
         creator.kill()
-        await eventually(lambda: cluster.keeps and sizes(cluster) == [2, 8])
+        await eventually(lambda: is_keeper(cluster) and sizes(cluster) == [2, 8])
         await asyncio.sleep(timing.strays + timing.stray)
         assert {*it.platform.live} == before
         it.platform.evict(it.platform.running["large"])
@@ -348,7 +349,7 @@ async def test_the_next_keeper_takes_over_workers_of_any_name(it):
     before = {*it.platform.live}
     async with simulate(Named, name="mine", create_mode="connect", shutdown_on_close=True) as cluster:
         creator.kill()
-        await eventually(lambda: cluster.keeps)
+        await eventually(lambda: is_keeper(cluster))
         cluster.scale(3)
         await eventually(lambda: arrived(cluster) == 3)
         assert {*cluster.workers} == {f"prefix-mine-{i}-suffix" for i in range(3)}
@@ -638,6 +639,13 @@ def test_what_is_overridden_has_a_reason(name):
     source = inspect.getsource(inspect.unwrap(member))
     where = r"SpecCluster\.{name} \(spec" if name in vars(SpecCluster) else r"Cluster\.{name} \(cluster"
     assert re.search(where.format(name=name) + r"\.py:[0-9]+\)", source)
+
+
+def test_what_a_cluster_has_beside_dasks_members_is_documented():
+    api = Path(__file__).parent.parent / "docs" / "api.rst"
+    documented = re.search(r"autoclass:: CMLCluster\n +:members: (.*)", api.read_text())[1].split(", ")
+    own = {name for name in dir(CMLCluster) if not name.startswith("_")} - {*dir(SpecCluster)}
+    assert own <= {*documented}
 
 
 def test_the_lines_of_dask_in_comments_are_those_of_the_functions():

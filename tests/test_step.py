@@ -16,6 +16,7 @@ from clusters import (
     create_elsewhere,
     log_of,
     make,
+    manages,
     rebuild,
     simulate,
     step_in,
@@ -360,7 +361,7 @@ async def test_the_next_keeper_uses_the_session_that_runs_a_worker_of_two_in_the
     store.write_sessions(store.read("mine"), [unknown], [])
     async with rebuild("mine") as cluster:
         creator.kill()
-        await eventually(lambda: cluster.is_keeper)
+        await eventually(lambda: manages(cluster))
         await eventually(lambda: sorted(store.read("mine").sessions.values()) == ["mine-0", "scheduler"])
         await asyncio.sleep(60.0)
         assert it.platform.running["mine-0"] == first

@@ -93,8 +93,8 @@ def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
 
 def _present(cluster: CMLCluster, n: int, group: str) -> str:
     """Return in words how many of n worker sessions are connected, and how many are queued."""
-    words = f"{len(cluster.view.arrived(group))} of {_n_workers(n, group)} connected"
-    queued = waiting_workers(cluster.view.waits(group))
+    words = f"{len(cluster._view.arrived(group))} of {_n_workers(n, group)} connected"
+    queued = waiting_workers(cluster._view.waits(group))
     return f"{words}, {queued}" if queued else words
 
 
@@ -125,8 +125,8 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
         words = _present(cluster, n, group)
         show(words)
         if (
-            len(cluster.view.arrived(group))
-            == len(cluster.view.workers_of(group))
+            len(cluster._view.arrived(group))
+            == len(cluster._view.workers_of(group))
             == n
             == cluster.groups.target(group)
         ):
@@ -138,10 +138,10 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
         target = cluster.groups.target(group)
         if target != n:
             raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
-        if group in cluster.view.shortages:
-            raise CMLError(f"the cluster {name} has {cluster.view.shortages[group]}")
-        if group in cluster.view.gave_up:
-            raise CMLError(f"the cluster {name} launches {cluster.view.gave_up[group]}")
+        if group in cluster._view.shortages:
+            raise CMLError(f"the cluster {name} has {cluster._view.shortages[group]}")
+        if group in cluster._view.gave_up:
+            raise CMLError(f"the cluster {name} launches {cluster._view.gave_up[group]}")
         if time.monotonic() > deadline:
             words += f": {problem}" if problem else ""
             raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")

@@ -223,7 +223,7 @@ class CMLAdaptive(Adaptive):
         """
         if not self._released:
             self.release()
-            self.cluster.stop_adapting(self._group)
+            self.cluster._stop_adapting(self._group)
 
     def __del__(self) -> None:
         if getattr(self, "periodic_callback", None) is not None:
@@ -233,7 +233,7 @@ class CMLAdaptive(Adaptive):
 
     async def adapt(self) -> None:
         """Scale by the work, if this process manages the cluster."""
-        if self.cluster.keeps and not self._released:
+        if self.cluster._keeps and not self._released:
             await super().adapt()
 
     @property
@@ -250,7 +250,7 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The wanted sessions of which a Dask worker is connected."""
-        return self.cluster.processes.arrived(self._group) if self.cluster.is_keeper else set()
+        return self.cluster.processes.arrived(self._group) if self.cluster._is_keeper else set()
 
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
@@ -286,7 +286,7 @@ class CMLAdaptive(Adaptive):
         except (OSError, asyncio.TimeoutError, CMLError) as error:
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        if self._group not in self.cluster.groups or not self.cluster.keeps:
+        if self._group not in self.cluster.groups or not self.cluster._keeps:
             return len(self.plan)
         return int(self.cluster.processes.affordable(target, self._group))
 
@@ -304,12 +304,12 @@ class CMLAdaptive(Adaptive):
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Scale to `n` sessions."""
-        if self.cluster.keeps and not self._released:
+        if self.cluster._keeps and not self._released:
             self.cluster.groups.resize(self._group, n, ())
             self.cluster.woken.set()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
-        if self.cluster.keeps and not self._released:
+        if self.cluster._keeps and not self._released:
             self.cluster.groups.drop(workers)
             self.cluster.woken.set()

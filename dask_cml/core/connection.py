@@ -61,7 +61,7 @@ class Connection:
         The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
         """
         await self.unsubscribe()
-        await within(timing.answer, self._cluster.start_dask())
+        await within(timing.answer, self._cluster._start_dask())
 
     async def unsubscribe(self) -> None:
         """Follow the scheduler's workers no more."""

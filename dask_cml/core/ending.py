@@ -136,7 +136,7 @@ class Ending:
                 await self._stop_sessions()
             else:
                 await self._leave_sessions()
-            await self._cluster.close_dask()
+            await self._cluster._close_dask()
         except BaseException:
             self._cluster.status = Status.failed
             raise
@@ -148,7 +148,7 @@ class Ending:
         await cancel(self._cluster.starting, *self._cluster.sharing.tasks)
         # Others are to find the sessions that this process is launching.
         await self._cluster._stop_looking(_LAST_CALLS if self.how is How.LEAVE else 0.0)
-        if self._cluster.is_keeper:
+        if self._cluster._is_keeper:
             await self.stop_waiting()
 
     async def _in_time(self, awaitable: Awaitable[None]) -> None:
@@ -165,9 +165,11 @@ class Ending:
     async def _say_goodbye(self) -> None:
         """Let the scheduler inform its workers and clients of its end."""
         # The scheduler waits for a process in its session, and closes already.
-        if self._cluster.scheduler_comm is not None and self._cluster.rank is not Rank.RESIDENT:
+        if self._cluster.scheduler_comm is not None and self._cluster._rank is not Rank.RESIDENT:
             try:
-                await self._cluster.ask("terminate", timing.goodbye, reason=self._cluster.end_reason)
+                await self._cluster._ask_scheduler(
+                    "terminate", timing.goodbye, reason=self._cluster.end_reason
+                )
             except Exception as error:  # of Dask, which varies: its workers may be frozen
                 logger.debug("Scheduler of cluster %s gave no answer: %r", self._name, error)
 
@@ -178,7 +180,7 @@ class Ending:
 
     async def _leave_sessions(self) -> None:
         """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
-        if self._cluster.is_keeper and self._cluster.sharing.is_gone:
+        if self._cluster._is_keeper and self._cluster.sharing.is_gone:
             await self._cluster.api.close()
         else:
             self._cluster.api.leave()
@@ -252,7 +254,7 @@ class Ending:
             Returns the names of the sessions that are still to be launched or stopped.
         """
         fewest, least, deadline = math.inf, math.inf, 0.0
-        while (names := left()) and not {*names} <= {*self._cluster.view.staying}:
+        while (names := left()) and not {*names} <= {*self._cluster._view.staying}:
             now = time.monotonic()
             if len(names) < fewest:
                 fewest, deadline = len(names), now + timing.finish
@@ -268,7 +270,7 @@ class Ending:
         """Return how many bytes are in Dask workers that are not wanted any more. 0 if it is not known."""
         wanted = {name for names in self._cluster.groups.dask_workers().values() for name in names}
         try:
-            held = await self._cluster.ask(
+            held = await self._cluster._ask_scheduler(
                 protocol.HELD, names=sorted(connected_names(self._cluster) - wanted)
             )
         except (*NO_ANSWER, CMLError):
@@ -278,7 +280,9 @@ class Ending:
     @property
     def why_not_done(self) -> str:
         """Why sessions are not stopped or launched, as a clause."""
-        known = self._cluster.view.not_stopped or self._cluster.sharing.problem or self._cluster.view.problem
+        known = (
+            self._cluster._view.not_stopped or self._cluster.sharing.problem or self._cluster._view.problem
+        )
         return known or f"nothing has changed for {timing.finish:g} s"
 
     # -- from other threads, and without an event loop
@@ -416,7 +420,7 @@ class Ending:
             return
         words = first_line("".join(traceback.format_exception_only(error)))
         self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
-        if self._cluster.is_keeper:
+        if self._cluster._is_keeper:
             write_own_log(self._cluster, "".join(traceback.format_exception(error)).rstrip())
 
     @property

@@ -85,7 +85,7 @@ class Losses:
             await drop(self._cluster, dead)
         incomplete = self._note_connected(self._processes.wanted(), dead)
         await self._processes.take_started(incomplete, listing)
-        losses = await find_losses(incomplete, self._cluster.ask)
+        losses = await find_losses(incomplete, self._cluster._ask_scheduler)
         connected = connected_names(self._cluster)  # a worker may have come back before the answers
         running = [worker for worker in incomplete if not (worker.has_ended or worker.was_closed)]
         back = {worker.name for worker in running if connected.issuperset(worker.dask_names)}
@@ -134,7 +134,7 @@ class Losses:
         replacement = "" if backoff.gave_up else "; launching a replacement"
         for name, loss in losses.items():
             verb = "" if loss.cause in (*_NO_FAILURES, Cause.EVICTED) else "lost: "
-            self._cluster.tell(f"Worker {name} {verb}{loss.words}{replacement}")
+            self._cluster._tell(f"Worker {name} {verb}{loss.words}{replacement}")
         if gives_up:
             self._processes.tell_giving_up(group)
 

@@ -72,7 +72,7 @@ class Messages:
             lines[reason] = f" cannot run all tasks: {tasks}"
         for subject, line in lines.items():
             if subject not in self._logged:
-                cluster.tell(f"Cluster {cluster.options.name}{line}")
+                cluster._tell(f"Cluster {cluster.options.name}{line}")
         self._logged = {*lines}
 
     def _queued(self) -> dict[str, str]:
@@ -105,7 +105,7 @@ class Messages:
         refused_before, self._key_refused = self._key_refused, cluster.api.key_refused
         if self.outage and self._key_refused:
             if not refused_before:
-                cluster.tell(f"Cannot manage cluster {name}: {self.outage}. {await self._what_runs()}")
+                cluster._tell(f"Cannot manage cluster {name}: {self.outage}. {await self._what_runs()}")
         elif self.outage and not before:
             logger.warning("Cannot manage cluster %s: %s", name, self.outage)
         elif before and not self.outage:

@@ -311,7 +311,7 @@ class Demand:
         """
         async with self._lock:
             if time.monotonic() - self._answered >= max_age:
-                self._answer = await self._cluster.ask(protocol.DEMAND)
+                self._answer = await self._cluster._ask_scheduler(protocol.DEMAND)
                 self._answered = time.monotonic()
         return Snapshot.of(self._answer, map(self._supply, self._cluster.groups.names))
 

@@ -101,7 +101,7 @@ class Retirements:
         arguments |= {"n": n_dask_workers, "key": pickle.dumps(worker_key) if worker_key else None}
         answer: Iterable[str] = ()  # if the scheduler does not answer
         with contextlib.suppress(*NO_ANSWER, CMLError):
-            answer = await self._cluster.ask("workers_to_close", attribute="name", **arguments)
+            answer = await self._cluster._ask_scheduler("workers_to_close", attribute="name", **arguments)
         costs = {str(worker): cost for cost, worker in enumerate(answer)}
         # Of the Dask workers of a session, the worker that costs most counts.
         workers, arrived = self._cluster.groups.dask_workers(group), self._processes.arrived(group)
@@ -162,7 +162,7 @@ class Retirements:
                 if worker.is_retired:
                     continue
                 if worker.cannot_move_to is None:
-                    self._cluster.tell(f"Worker {worker.name} stays until other workers can take its data")
+                    self._cluster._tell(f"Worker {worker.name} stays until other workers can take its data")
                 worker.cannot_move_to = connected.difference(worker.dask_names)
             self._cluster.woken.set()
         finally:
@@ -180,7 +180,7 @@ class Retirements:
             left = sessions.keys() - await self._retire_from_dask(sorted(sessions))
         finally:
             await cancel(watching)
-        held = await self._cluster.ask(protocol.HELD, names=sorted(left)) if left else {}
+        held = await self._cluster._ask_scheduler(protocol.HELD, names=sorted(left)) if left else {}
         holding = {sessions[name] for name in left & held.keys() if held[name]["nbytes"]}
         if holding:
             # The platform may list a session as ended before the scheduler notices it.
@@ -204,7 +204,7 @@ class Retirements:
         # closed with their data.
         # A worker that closes by itself runs its teardowns and exit functions, before its session is stopped.
         arguments = {"names": names, "remove": remove, "close_workers": remove}
-        retired = await self._cluster.ask("retire_workers", _NO_LIMIT, **arguments)
+        retired = await self._cluster._ask_scheduler("retire_workers", _NO_LIMIT, **arguments)
         return {str(info["name"]) for info in retired.values()}
 
     async def _watch(self, workers: Sequence[CMLWorker], sessions: Mapping[str, str]) -> None:
@@ -217,18 +217,18 @@ class Retirements:
         await asyncio.sleep(min(timing.long_retirement, self._limit))
         connected = connected_names(self._cluster)
         late = sorted(worker.name for worker in workers if connected.intersection(worker.dask_names))
-        self._cluster.tell(
+        self._cluster._tell(
             f"Cluster {self._cluster.options.name} waiting for other workers to copy the data of "
             f"{', '.join(late)}"
         )
         heard: dict[str, float] = {}
         while True:
             with contextlib.suppress(*NO_ANSWER, CMLError):
-                held = await self._cluster.ask(protocol.HELD, names=sorted(sessions))
+                held = await self._cluster._ask_scheduler(protocol.HELD, names=sorted(sessions))
                 before, heard = heard, {name: state["last_seen"] for name, state in held.items()}
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 for session in sorted({sessions[name] for name in silent}):
-                    self._cluster.tell(f"Worker {session} abandoned: no answer for {self._limit:g} s")
+                    self._cluster._tell(f"Worker {session} abandoned: no answer for {self._limit:g} s")
                 await drop(self._cluster, silent)
             await asyncio.sleep(self._limit)
 
@@ -243,4 +243,4 @@ async def drop(cluster: Any, names: Collection[str]) -> None:
     """
     for address, info in [*cluster.scheduler_info["workers"].items()]:
         if str(info["name"]) in names:
-            await cluster.ask("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")
+            await cluster._ask_scheduler("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")

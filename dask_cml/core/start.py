@@ -120,7 +120,7 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         if shown is not None:
             await shown.end(has_started)
     if shortage is not None:
-        cluster.tell(f"Cluster {cluster.options.name}: {shortage}")
+        cluster._tell(f"Cluster {cluster.options.name}: {shortage}")
 
 
 async def _wait_and_join(cluster: Any, scheduler: CMLScheduler) -> None:

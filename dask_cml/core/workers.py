@@ -189,9 +189,9 @@ class Workers:
         if n > fit and not backoff.is_limited:
             backoff.is_limited = True
             because = f"because {describe(limit)}"
-            self._cluster.tell(f"{self._subject(group)} adapts to {int(fit)} of {n} workers, {because}")
+            self._cluster._tell(f"{self._subject(group)} adapts to {int(fit)} of {n} workers, {because}")
         return backoff.affordable(
-            int(min(n, fit)), len(groups.workers(group)), self._cluster.view.waits(group)
+            int(min(n, fit)), len(groups.workers(group)), self._cluster._view.waits(group)
         )
 
     def _subject(self, group: str) -> str:
@@ -202,7 +202,7 @@ class Workers:
     def tell_giving_up(self, group: str) -> None:
         """Tell the user that no more workers of a group are launched."""
         again = f"To try again, run {command('scale', self._cluster.options.name, 'N', group=group)}"
-        self._cluster.tell(f"{self._subject(group)} launches {self.backoff(group).words}. {again}")
+        self._cluster._tell(f"{self._subject(group)} launches {self.backoff(group).words}. {again}")
 
     # -- launch
 
@@ -262,7 +262,7 @@ class Workers:
             for name in queue:
                 if any(isinstance(error, (CallFailed, LaunchRefused)) for error in errors):
                     return
-                if not (unasked or (cluster.keeps and cluster.status == Status.running)):
+                if not (unasked or (cluster._keeps and cluster.status == Status.running)):
                     return
                 try:
                     await self.launch_one(name)
@@ -287,13 +287,13 @@ class Workers:
                 cluster.groups.drop(name for name in names if name not in cluster.workers)
             shortage = f"{len(launched)} of {len(wanted)} workers"
             if backoff.refused(len(launched), f"{shortage} launched: {refusal.reason}"):
-                cluster.tell(f"{self._subject(group)} launched {shortage}: {refusal.reason}")
+                cluster._tell(f"{self._subject(group)} launched {shortage}: {refusal.reason}")
         elif not errors:
             backoff.granted(len(self.wanted(group)))
         elif not isinstance(errors[0], CallFailed):
             gives_up = backoff.failed(str(errors[0]), len(errors), began)
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-            cluster.tell(f"Worker failed: {errors[0]}{more}")
+            cluster._tell(f"Worker failed: {errors[0]}{more}")
             if gives_up:
                 self.tell_giving_up(group)
 

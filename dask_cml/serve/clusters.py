@@ -193,7 +193,7 @@ class ProjectClusters(Observers):
         observed, cluster = self.find(name), self._connected().get(name)
         record = await asyncio.to_thread(store.refreshed, observed.record)
         logs = await asyncio.to_thread(operations.session_logs(record).paths)
-        has_dashboard = cluster is not None and cluster.has_dashboard
+        has_dashboard = cluster is not None and cluster._has_dashboard
         description = self._describe(observed)
         until = time.time()
         if description["status"] in ("stale", "not answering"):
@@ -248,7 +248,7 @@ class ProjectClusters(Observers):
         """Keep the number of sessions of a running cluster's worker group."""
         cluster = self.running(name)
         cluster.groups.options(group)  # which must exist
-        cluster.stop_adapting(group)
+        cluster._stop_adapting(group)
         await cluster.sharing.written()
 
     async def create(self, options: Mapping[str, Any], user: str | None = None) -> dict[str, Any]:

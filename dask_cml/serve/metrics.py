@@ -31,7 +31,7 @@ class StartTimes:
         """Count the sessions that have connected since the last call."""
         starting_before, self._starting = self._starting, set()
         for cluster in clusters:
-            connected = cluster.view.arrived()
+            connected = cluster._view.arrived()
             for session in cluster.sessions:
                 if session.role == "worker" and session.name not in connected:
                     self._starting.add(session.id)

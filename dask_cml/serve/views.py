@@ -47,7 +47,7 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
         **unconnected(record, status, problem, usage),
         "words": ", ".join(filter(None, words)),
         "groups": [
-            _group(group, cluster.groups.limits(group.name), len(cluster.view.waits(group.name)))
+            _group(group, cluster.groups.limits(group.name), len(cluster._view.waits(group.name)))
             for group in groups
         ],
         "n_workers": sum(group.n_workers for group in groups),
@@ -95,7 +95,7 @@ def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int)
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
     """Describe the sessions of a cluster that is connected."""
-    arrived = cluster.view.arrived()
+    arrived = cluster._view.arrived()
     return [
         _session(one.role, one.name, one.id, status_of(one, arrived), one.age, one.size, one.link)
         for one in cluster.sessions

@@ -91,7 +91,7 @@ class Failover:
         self._since = now if self._since is None else self._since
         if now - self._since > timing.unreachable and not self._is_told:
             self._is_told = True
-            self._cluster.tell(
+            self._cluster._tell(
                 f"Cluster {self._cluster.options.name} not connected for {now - self._since:.0f} s: "
                 f"{first_line(why)}; it connects as soon as its scheduler answers"
             )
@@ -100,7 +100,9 @@ class Failover:
         """Note that the scheduler is reached, and tell a user who was told of the outage."""
         if self._is_told and self._since is not None:
             duration = time.monotonic() - self._since
-            self._cluster.tell(f"Cluster {self._cluster.options.name} connected again after {duration:.0f} s")
+            self._cluster._tell(
+                f"Cluster {self._cluster.options.name} connected again after {duration:.0f} s"
+            )
         self.begin_anew()
 
     # -- has it ended?
@@ -132,7 +134,7 @@ class Failover:
         if record.scheduler.number > self._cluster.place.number:
             return "another process replaces it"
         if (
-            self._cluster.rank is Rank.RESIDENT
+            self._cluster._rank is Rank.RESIDENT
         ):  # whose standard input ends with the scheduler, however silent that is
             return None
         listing: Mapping[str, SessionInfo] | None = None
@@ -167,7 +169,7 @@ class Failover:
 
         The platform lists them only in the session that launched them. So they have not ended with that one.
         """
-        if not self._cluster.is_keeper or scheduler.info.get("status") != "stopped":
+        if not self._cluster._is_keeper or scheduler.info.get("status") != "stopped":
             return False
         try:
             listing = await self._cluster.api.sessions()
@@ -261,7 +263,7 @@ class Failover:
     def _may_launch(self, waited: float) -> bool:
         """Return whether this process launches the next scheduler if nobody else has done so until now."""
         may_succeed = self._link.rank in (Rank.OWNER, Rank.USER)
-        return self._cluster.is_keeper or (may_succeed and waited > timing.succession)
+        return self._cluster._is_keeper or (may_succeed and waited > timing.succession)
 
     def _may_start(self, last: SchedulerState, waited: float) -> bool:
         """Return whether another process launches the scheduler, which has time left to start."""
@@ -297,7 +299,7 @@ class Failover:
             If too many schedulers were lost in a row.
         """
         limit, restarts = setting("scheduler-restarts"), record.scheduler.restarts
-        if self._cluster.rank is Rank.RESIDENT:  # this process ends with the scheduler's session
+        if self._cluster._rank is Rank.RESIDENT:  # this process ends with the scheduler's session
             limit = 0
         if not_lost:
             await asyncio.sleep(setting("quota-retry"))

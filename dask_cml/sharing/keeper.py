@@ -119,7 +119,7 @@ class Keeper:
 
     def report(self) -> Report:
         """Return what this process knows and wants."""
-        cluster, view, processes = self._cluster, self._cluster.view, self._cluster.processes
+        cluster, view, processes = self._cluster, self._cluster._view, self._cluster.processes
         scheduler = cluster.scheduler
         if scheduler is not None and not scheduler.adopted:
             self._app_url = scheduler.info.get("app_url") or self._app_url
@@ -186,7 +186,7 @@ class Keeper:
             lines["gpus"] = f": {board.without_gpus}"
         for number, restart in restarts.items():
             if number > self._last_restart:
-                self._cluster.tell(f"Cluster {self._record.name}: {restart}")
+                self._cluster._tell(f"Cluster {self._record.name}: {restart}")
                 self._last_restart = number
         left = board.most_age - board.age
         if board.most_age and left <= NOTICE:
@@ -305,7 +305,7 @@ class Keeper:
                 group = launch.worker_group(self._record.name)
                 cluster.processes.adopt_unwanted(launch.id, launch.key, group, launch)
         names = [name for worker in cluster.processes.workers() for name in worker.dask_names]
-        states = await cluster.ask(protocol.LAST, names=names)
+        states = await cluster._ask_scheduler(protocol.LAST, names=names)
         gone_for = {name: state.get("gone_for", 0.0) for name, state in states.items()}
         for worker in cluster.processes.workers():
             worker.take_over(connected_names(cluster), gone_for)

@@ -24,7 +24,7 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 class ResidentCluster(CMLCluster):
     """A cluster in its scheduler's session, with which it ends."""
 
-    rank = Rank.RESIDENT
+    _rank = Rank.RESIDENT
 
 
 async def keep(name: str, closes: asyncio.Event) -> None:

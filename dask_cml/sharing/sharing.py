@@ -102,7 +102,7 @@ class Sharing:
         self.end: str | None = None
         self.lasted: float | None = None
         self.record: Record | None = None
-        self.who = WHO if cluster.rank is Rank.RESIDENT else Maker.this_process().words
+        self.who = WHO if cluster._rank is Rank.RESIDENT else Maker.this_process().words
         self._given = given
         self._has_own_name = given.get("name") is not None or dask.config.get("cml.name", None) is not None
         self.new_record: Record = Record(
@@ -135,8 +135,8 @@ class Sharing:
 
     def _rank(self, record: Record) -> Rank:
         """Return whether this process counts as a user of the cluster, and may keep it."""
-        if self._cluster.rank is not None:
-            return self._cluster.rank
+        if self._cluster._rank is not None:
+            return self._cluster._rank
         if here.is_inside(record.id):
             return Rank.OBSERVER
         return Rank.OWNER if record.owner == here.this_owner() else Rank.USER
@@ -225,7 +225,7 @@ class Sharing:
         board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, cluster.api)
         await asyncio.to_thread(fill_folder, options, cluster.place, keys)
-        cluster.move(replace(cluster.place, record=record.id, security=security))
+        cluster._move(replace(cluster.place, record=record.id, security=security))
         if not record.maker.serves and not self._has_own_name:  # the web UI creates for several users
             self._name_others()
         self._keeper, self.role = keeper, Role.KEEPER
@@ -236,14 +236,14 @@ class Sharing:
         A cell that runs again may have left them. Whoever gives names wants several clusters.
         """
         for other in unclosed():
-            if other is self._cluster or other.starting is None or other.rank is not None:
+            if other is self._cluster or other.starting is None or other._rank is not None:
                 continue
             if other.sharing._has_own_name:
                 continue
             if other.sessions:
                 name, age = other.options.name, format_duration(other.sessions[0].age)
                 shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"
-                self._cluster.tell(
+                self._cluster._tell(
                     f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
                 )
 
@@ -260,7 +260,7 @@ class Sharing:
         name = cluster.options.name
         record = await asyncio.to_thread(store.read, name, cluster.place.folder.parent)
         if record.scheduler.address is None:  # another process creates it
-            cluster.tell(f"Cluster {name} is starting: waiting for its scheduler")
+            cluster._tell(f"Cluster {name} is starting: waiting for its scheduler")
             record = await wait_until_running(record)
         if record.version != VERSION:
             raise CMLError(
@@ -272,11 +272,11 @@ class Sharing:
         cluster.shutdown_on_close = shutdown = bool(given.get("shutdown_on_close"))
         if cluster.options.create_mode != "connect" or kept:
             how = "shuts it down" if shutdown else "leaves it running; to end it, call cluster.shutdown()"
-            cluster.tell(
+            cluster._tell(
                 f"Connected to running cluster {name} of {record.maker.words}{kept}. cluster.close() {how}"
             )
         own = {"shutdown_on_close": shutdown, "forward_dashboard": cluster.options.forward_dashboard}
-        cluster.take_options(Options.of_running(name, record.options, **own))
+        cluster._take_options(Options.of_running(name, record.options, **own))
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         if why := await asyncio.to_thread(liveness.why_not_contacted, record):
@@ -310,7 +310,7 @@ class Sharing:
         self.record, self.is_joined = record, False
         self.link.rank = self._rank(record)
         number, security = record.scheduler.number, record.get_security()
-        cluster.move(replace(cluster.place, number=number, record=record.id, security=security))
+        cluster._move(replace(cluster.place, number=number, record=record.id, security=security))
         scheduler = cluster.scheduler = CMLScheduler(cluster.api, cluster.options, cluster.place)
         scheduler.address = record.scheduler.address
         session = record.scheduler.session or ""
@@ -395,7 +395,7 @@ class Sharing:
             except SchedulerLost as lost:
                 self.end = str(lost)
                 cluster.end_reason = f"its scheduler was lost: {lost}"
-                cluster.tell(f"Cluster {cluster.options.name} shut down: {lost}")
+                cluster._tell(f"Cluster {cluster.options.name} shut down: {lost}")
                 self._ending = asyncio.create_task(cluster.ending.end_again())
                 return
             except (*NO_ANSWER, CMLError, ValueError) as error:
@@ -444,14 +444,14 @@ class Sharing:
         except Exception:  # raised again: another process may be able to, for example to read the record
             await keeper.give_up(board.report)
             raise
-        cluster.begin_looking(unheard_since=None)
+        cluster._begin_looking(unheard_since=None)
         logger.info("Cluster %s managed by this process", record.name)
 
     async def _yield(self, keeper: Keeper) -> None:
         """Leave the cluster to the process that keeps it now, and stop nothing."""
         logger.info("Cluster %s managed by another process", self._cluster.options.name)
         await self._cluster._stop_looking()  # a launch that is answered meanwhile is entered into the record
-        self._cluster.note_changes_by_hand()
+        self._cluster._note_changes_by_hand()
         self._follow_role(keeper.report())
         for number, request in keeper.unreported.items():
             self._post_soon(number, request)
@@ -536,7 +536,7 @@ class Sharing:
             self._keeper.event(action, session, **fields)
 
     def tell_clients(self, text: str) -> None:
-        """Tell the clients of other processes a line that :meth:`CMLCluster.tell` tells the user here."""
+        """Tell the clients of other processes a line that :meth:`CMLCluster._tell` tells the user here."""
         # What this process says of its own connection is no news for others.
         if self._keeper is not None and self.failover.problem is None:
             self._keeper.tell_clients(text)
@@ -558,7 +558,7 @@ class Sharing:
         if self._keeper is not None:
             await self._yield(self._keeper)
         if record.scheduler.number > self._cluster.place.number:
-            self._cluster.tell(
+            self._cluster._tell(
                 f"Cluster {record.name} follows another scheduler, which another process has launched"
             )
         self._enter(record)
@@ -598,21 +598,21 @@ class Sharing:
             await lost.note_loss(loss)
             if lost.session_id == last.session:
                 why = loss.words
-        cluster.tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
-        cluster.tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
+        cluster._tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
+        cluster._tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
         await cluster._stop_looking()
         await cluster.connection.unsubscribe()
         self.link.close()
         cluster.connection.forget_workers()
         async with cluster._lock:
             await self._stop_all(record, keeper)
-            cluster.move(replace(cluster.place, number=number))
+            cluster._move(replace(cluster.place, number=number))
             self.is_joined = False
             keeper.renew()
             self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
             await start(cluster, strict=False)
-        cluster.begin_looking()
-        cluster.tell(
+        cluster._begin_looking()
+        cluster._tell(
             f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begin:.0f} s"
         )
         return True

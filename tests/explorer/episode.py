@@ -393,7 +393,7 @@ class Episode:
     def _keeper(self) -> User | None:
         """Return a process that keeps the cluster, or would if nobody did."""
         users = [actor for actor in self.actors.values() if isinstance(actor, User)]
-        return next((user for user in users if user.open is not None and user.open.rank is None), None)
+        return next((user for user in users if user.open is not None and user.open._rank is None), None)
 
     async def _run(self, what: str, *arguments: Any, again: bool = False) -> Command:
         """Run a command, perhaps again until it gives no error or the cluster does not exist."""
