@@ -142,6 +142,7 @@ def run(
     connect_timeout: float = 0.0,
     dashboard_variable: str | None = None,
     passes_notice: bool = False,
+    gives_signs: bool = False,
     memory: int = 0,
     scratch: int = 0,
     words: Sequence[str] = (),
@@ -179,6 +180,8 @@ def run(
         this environment variable.
     passes_notice : bool
         Whether the program moves its data when the platform is about to stop the session.
+    gives_signs : bool
+        Whether to date the scheduler's file while the program runs, as a sign of life for other processes.
     memory : int
         The session's memory in bytes. If it is nearly full, the log says so. 0: do not check.
     scratch : int
@@ -230,6 +233,8 @@ def run(
     if timeout:
         arguments = (process, time.monotonic() + timeout, cluster)
         threading.Thread(target=_wait_for_scheduler, args=arguments, daemon=True).start()
+    if gives_signs:
+        threading.Thread(target=_give_signs, args=(process, cluster), daemon=True).start()
     _handle_sigterm(process, output, passes_notice, temporary, scratch)
     files = _memory_files(memory) if memory else None
     if files is not None:
@@ -495,6 +500,19 @@ def _wait_for_scheduler(process: subprocess.Popen[bytes], deadline: float, clust
             _end(process)
             return
         time.sleep(_STATE_INTERVAL)
+
+
+def _give_signs(process: subprocess.Popen[bytes], cluster: _Cluster) -> None:
+    """Date the scheduler's file while the scheduler runs, which may be busy for minutes."""
+    while process.poll() is None:
+        _give_sign(cluster)
+        time.sleep(_STATE_INTERVAL)
+
+
+def _give_sign(cluster: _Cluster) -> None:
+    if _why_over(cluster) is None:
+        with contextlib.suppress(OSError):
+            os.utime(os.path.join(cluster.folder, str(cluster.scheduler_file)))
 
 
 def _is_gone(folder: str) -> bool:

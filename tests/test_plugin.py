@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import threading
 import time
 
 import pytest
-from conftest import PATIENCE
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status, rpc
 from distributed.security import Security
@@ -53,28 +51,6 @@ def file_of(folder, number=0):
 
 
 # -- start
-
-
-async def test_a_scheduler_with_a_busy_event_loop_leaves_signs_of_life(folder, monkeypatch):
-    monkeypatch.setattr(timing, "sign_of_life", 0.01)
-    async with scheduler_in(folder):
-        file = folder / scheduler_file(0)
-        for _ in range(2):
-            os.utime(file, (0, 0))
-            deadline = time.monotonic() + PATIENCE
-            while file.stat().st_mtime == 0 and time.monotonic() < deadline:
-                time.sleep(0.01)  # noqa: ASYNC251, the scheduler's event loop is busy
-            assert file.stat().st_mtime > 0
-
-
-async def test_the_signs_of_life_end_with_the_scheduler(folder, monkeypatch, holds):
-    monkeypatch.setattr(timing, "sign_of_life", 0.01)
-    others = {*threading.enumerate()}  # of schedulers that other tests have killed, too
-    async with scheduler_in(folder):
-        threads = {*threading.enumerate()} - others
-        [thread] = [thread for thread in threads if thread.name == "dask-cml-sign-of-life"]
-        assert thread.daemon
-    await holds(lambda: not thread.is_alive())
 
 
 async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch, holds):

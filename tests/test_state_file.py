@@ -17,7 +17,6 @@ from schedulers import prepare
 
 from dask_cml.cancellation import cancel
 from dask_cml.layout import board_file, scheduler_file, scheduler_number
-from dask_cml.private_files import NotPrivate
 from dask_cml.records import liveness
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.state_file import StateFile
@@ -228,49 +227,6 @@ async def test_an_old_scheduler_writes_nothing_into_a_new_cluster_of_its_name_an
 
 
 # -- the sign of life
-
-
-def test_a_scheduler_dates_its_own_file_only(folder):
-    file, written = StateFile(folder, 0), folder / scheduler_file(0)
-    file.write({})
-    os.utime(written, (0, 0))
-    file.date()
-    assert written.stat().st_mtime == 0  # it has not begun
-    file.begin()
-    file.date()
-    assert written.stat().st_mtime > 0
-    prepare(folder, keeper="k2")  # another cluster has the name
-    os.utime(written, (0, 0))
-    file.date()
-    assert written.stat().st_mtime == 0
-
-
-def test_a_scheduler_whose_folder_is_gone_brings_nothing_back(folder):
-    file = StateFile(folder, 0)
-    file.begin()
-    file.write({})
-    shutil.rmtree(folder)
-    with pytest.raises(FileNotFoundError):
-        file.date()
-    assert not folder.exists()
-
-
-async def test_signs_of_life_go_on_after_errors(folder, monkeypatch, holds):
-    file, errors = StateFile(folder, 0), [OSError("Stale file handle"), NotPrivate(folder, "is open", "x")]
-    file.begin()
-    dates = []
-
-    def date():
-        if errors:
-            raise errors.pop()
-        dates.append(1)
-
-    monkeypatch.setattr(file, "date", date)
-    file.live()
-    try:
-        await holds(lambda: len(dates) == 2)
-    finally:
-        file.end()
 
 
 def test_the_sign_of_life_is_the_age_of_the_last_schedulers_file(folder):

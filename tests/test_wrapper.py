@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -205,3 +206,48 @@ def test_a_session_starts_although_the_file_system_shows_its_folder_late(tmp_pat
     monkeypatch.setattr(os, "open", open_late)
     assert wrapper._start(wrapper._Cluster(str(folder)), "mine-0", None) is None
     assert (folder / "started" / "mine-0").exists()
+
+
+# -- the scheduler's sign of life
+
+
+@pytest.fixture
+def sign(tmp_path):
+    """A cluster's folder, and a function that returns when its scheduler's file is dated."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "record.json").write_text('{"id": "0123"}')
+    file = folder / "scheduler-0.json"
+    file.write_text("{}")
+
+    def dated(record="0123"):
+        os.utime(file, (0, 0))
+        wrapper._give_sign(wrapper._Cluster(str(folder), record, file.name, "board-1.json"))
+        return file.stat().st_mtime
+
+    return folder, dated
+
+
+def test_a_schedulers_session_dates_its_file_while_it_is_the_last_of_its_own_cluster(sign):
+    folder, dated = sign
+    assert dated() > 0
+    assert dated("9999") == 0  # another cluster has the name
+    (folder / "board-1.json").touch()
+    assert dated() == 0
+    (folder / "board-1.json").unlink()
+    (folder / "scheduler-0.json").write_text('{"closed": "idle for 1 s"}')
+    assert dated() == 0
+
+
+def test_a_schedulers_session_whose_cluster_is_gone_brings_nothing_back(tmp_path):
+    wrapper._give_sign(wrapper._Cluster(str(tmp_path / "gone"), "0123", "scheduler-0.json", "board-1.json"))
+    assert not (tmp_path / "gone").exists()
+
+
+def test_signs_of_life_go_on_until_the_program_ends(tmp_path, monkeypatch):
+    given, process = [], SimpleNamespace(poll=lambda: 0 if len(given) == 3 else None)
+    monkeypatch.setattr(wrapper, "_STATE_INTERVAL", 0.0)
+    monkeypatch.setattr(wrapper, "_give_sign", given.append)
+    cluster = wrapper._Cluster(str(tmp_path))
+    wrapper._give_signs(process, cluster)
+    assert given == 3 * [cluster]

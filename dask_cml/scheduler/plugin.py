@@ -146,7 +146,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         for callback in self._periodic:
             callback.start()
         self._writing = asyncio.create_task(self._keep_file())
-        self._file.live()
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself, and tell the clients if the cluster ends."""
@@ -160,7 +159,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
-        self._file.end()
         for callback in self._periodic:
             callback.stop()
         await cancel(self._writing, *self._retiring)

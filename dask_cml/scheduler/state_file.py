@@ -1,8 +1,8 @@
 """The scheduler's file in the cluster's folder: how to reach the scheduler, and what is wanted.
 
 Workers and other processes find the scheduler by it. Another scheduler begins with it if this one is lost.
-Its time is the scheduler's sign of life for processes that cannot reach the scheduler. A thread dates it: a
-large graph keeps the event loop busy for minutes.
+Its time is the scheduler's sign of life for processes that cannot reach the scheduler. The program of its
+session dates it, too: a large graph keeps the event loop busy for minutes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,8 +51,6 @@ class StateFile:
         self.number = number
         self._board, self._file = folder / board_file(number), folder / scheduler_file(number)
         self._changed = asyncio.Event()
-        #: Set when the thread is to give no more signs of life.
-        self._ended = threading.Event()
         self._gone_since: float | None = None
         #: The file with which the scheduler began. Another cluster of this name has another file.
         self._begun: bytes | None = None
@@ -121,29 +118,6 @@ class StateFile:
             return "another cluster has its name"
         write_file(self._file, json.dumps(content).encode())
         return REPLACED if board_file(self.number + 1) in names else None
-
-    def live(self) -> None:
-        """Date the file regularly in a thread, also while the event loop is busy, until :meth:`end`.
-
-        Code in C that keeps the interpreter's lock stops the thread, too.
-        """
-        threading.Thread(target=self._live, name="dask-cml-sign-of-life", daemon=True).start()
-
-    def end(self) -> None:
-        """End the thread soon. A file system that does not answer may hold it, so do not wait."""
-        self._ended.set()
-
-    def _live(self) -> None:
-        while not self._ended.wait(timing.sign_of_life):
-            try:
-                self.date()
-            except (OSError, ValueError) as error:  # the event loop says why the file is not written
-                logger.debug("Sign of life not given: %s", error)
-
-    def date(self) -> None:
-        """Date the file now, if it still is the file of this scheduler and of its cluster. Blocks."""
-        if self._begun is not None and read_file(self._board) == self._begun:
-            os.utime(self._file)
 
 
 async def unless_stale(action: Callable[[], T]) -> T:

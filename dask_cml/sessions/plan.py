@@ -154,6 +154,7 @@ def plan_scheduler(
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
     else:
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}
+        session["gives_signs"] = True
     words = options.scheduler_args
     return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, words, env, session)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import json
 import os
@@ -20,7 +21,7 @@ from dask_cml.layout import WORKER, WORKER_GROUP
 
 from .faults import Luck
 from .platform import SimulatedPlatform
-from .process import SimulatedProcess
+from .process import Killed, SimulatedProcess
 from .session import SimulatedSession, program_of
 
 #: Seconds that a stopped session has for its own end, at most.
@@ -202,6 +203,8 @@ class RunningSessions:
         command = arguments["command"]
         options = {command[i][2:]: command[i + 1] for i in range(len(command) - 1) if command[i][:2] == "--"}
         if command[3] == "scheduler":
+            if arguments.get("gives_signs"):
+                self._soon(lambda: self._keep(self._give_signs(session, cluster)))
             await self._schedule(session, command, options)
         else:
             await self._work(session, arguments, options)
@@ -222,6 +225,14 @@ class RunningSessions:
         self._servers[session.id] = [scheduler]
         await scheduler
         await scheduler.finished()
+
+    async def _give_signs(self, session: SimulatedSession, cluster: wrapper._Cluster) -> None:
+        """Date the scheduler's file as the wrapper does, which a busy event loop does not keep from it."""
+        process = self.processes[session.id]
+        with contextlib.suppress(Killed):
+            while session.live and process.state not in ("dead", "frozen"):
+                await asyncio.to_thread(process.call, wrapper._give_sign, cluster)
+                await asyncio.sleep(wrapper._STATE_INTERVAL)
 
     async def _work(
         self, session: SimulatedSession, arguments: Mapping[str, Any], options: dict[str, str]

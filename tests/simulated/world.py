@@ -32,7 +32,7 @@ from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
 from .files import Files, ProcessTable
 from .platform import SimulatedPlatform
-from .process import Killed, SimulatedProcess, current, processes_in
+from .process import SimulatedProcess, current, processes_in
 from .running import RunningSessions
 
 #: What looks often only costs time, and no test depends on it.
@@ -177,7 +177,6 @@ def _patched(it: World) -> contextlib.ExitStack:
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
-        (state_file, "threading", _with(threading, Thread=Thread, Event=_Event)),
         (calls, "wait", it.loop.wait),
         (residents, "run", it.run_resident),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
@@ -216,20 +215,6 @@ class _Datetime(datetime):
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
         return datetime.fromtimestamp(time.time(), tz)
-
-
-class _Event(threading.Event):
-    """An event for which a thread of a process waits by the clock, until the end of its limit."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        process = current()
-        assert process is not None
-        try:
-            time.sleep(timeout or 0.0)
-            process.check()
-        except (Killed, RuntimeError, SystemExit):  # the process is dead, or the simulation is over
-            return True
-        return self.is_set() or process.loop.is_closed()
 
 
 class _Timer:
