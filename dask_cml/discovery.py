@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dask_cml.observers import ObservedCluster
+from dask_cml import cluster
+from dask_cml.protocol import Rank
 from dask_cml.records import liveness, store
 
 
-class CMLCluster(ObservedCluster):
+class CMLCluster(cluster.CMLCluster):
     """A running cluster for dask-ctl, which lists it often, and calls :meth:`close` to delete it.
 
-    dask-ctl shows users the name of the class.
+    The cluster can still become an orphan. dask-ctl shows users the name of the class.
     """
+
+    _rank = Rank.OBSERVER
 
     def close(self, timeout: float | None = None) -> Any:
         """Shut the cluster down."""

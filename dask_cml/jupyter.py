@@ -1,15 +1,17 @@
 """A Jupyter server extension that lists all clusters of the project in dask-labextension's sidebar.
 
 By itself, the sidebar lists the clusters that it created. This adds the clusters in the project's records:
-from notebooks, ``dask cml`` and other Jupyter servers. The Jupyter server is connected to all of them.
+from notebooks, ``dask cml`` and other Jupyter servers. It shows them by their files.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import uuid
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -19,13 +21,19 @@ from tornado.ioloop import IOLoop
 from traitlets import Float
 
 from dask_cml import compat
+from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
-from dask_cml.core.adaptive import CMLAdaptive
+from dask_cml.dashboard.proxy import DashboardForwarder
 from dask_cml.errors import CMLError
-from dask_cml.observers import Observed, ObservedCluster, Observers
-from dask_cml.records.record import Record
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.observers import Observers, changing, open_dashboard
+from dask_cml.output import get_logger
+from dask_cml.records import operations
+from dask_cml.records.record import Maker, Record, cluster_address
 from dask_cml.sessions.here import this_session, this_user
 from dask_cml.words import command
+
+logger = get_logger(__name__)
 
 #: The sidebar identifies a cluster by an id, which should not change when the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
@@ -97,25 +105,90 @@ def make_cml_clusters() -> None:
         dask.config.set({"labextension.factory": factory})
 
 
-class ListedCluster(ObservedCluster):
-    """A cluster of another process. SHUTDOWN calls :meth:`close` without asking the user."""
+class ListedCluster:
+    """A cluster of another process, with what the sidebar uses of Dask's clusters.
 
-    def close(self, timeout: float | None = None) -> Any:
-        """Shut the cluster down.
+    It is shown by its files. Only a change, and a pane of the dashboard, connects to it.
+
+    Parameters
+    ----------
+    record : Record
+        Its record.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._adapting: asyncio.Task[None] | None = None
+        self._forwarder = DashboardForwarder(lambda: open_dashboard(self.record))
+
+    @property
+    def scheduler_info(self) -> dict[str, Any]:
+        """The workers. The sidebar counts them, and sums up their threads and their memory."""
+        present = self.record.scheduler.workers
+        workers = [{"nthreads": 0, "memory_limit": 0} for _ in range(present.workers)]
+        if workers:
+            workers[0] = {"nthreads": present.threads, "memory_limit": present.memory}
+        return {"workers": dict(enumerate(workers))}
+
+    @property
+    def scheduler_address(self) -> str:
+        """The address for clients."""
+        return cluster_address(self.record.name)
+
+    @property
+    def dashboard_link(self) -> str:
+        """The URL of the dashboard on this machine: the sidebar reaches no other one."""
+        return self._forwarder.link
+
+    async def scale(self, n: int) -> None:
+        """Scale the default worker group."""
+        async with changing(self.record) as cluster:
+            scaling: Any = cluster.scale(n)
+            await scaling
+
+    def adapt(self, minimum: int, maximum: int) -> Any:
+        """Let the default worker group adapt soon. Return its bounds, as the sidebar shows them."""
+        self._adapting = asyncio.create_task(self._adapt(minimum, maximum))
+        return SimpleNamespace(minimum=minimum, maximum=maximum)
+
+    async def _adapt(self, minimum: int, maximum: int) -> None:
+        try:
+            async with changing(self.record) as cluster:
+                cluster.adapt(minimum, maximum)
+        except (CMLError, ValueError) as error:  # the sidebar waits for none
+            logger.warning("Cluster %s not changed: %s", self.record.name, error)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the default worker group adapts, or is about to."""
+        is_asked = self._adapting is not None and not self._adapting.done()
+        return is_asked or DEFAULT_GROUP in self.record.bounds
+
+    async def close(self) -> None:
+        """Shut the cluster down. SHUTDOWN calls this without asking the user.
 
         Raises
         ------
         CMLError
-            If another user created the cluster.
+            If another user created the cluster, or CML did not stop some sessions.
         """
-        record, user = self.sharing.record, this_user()
-        if record is not None and record.maker.user not in (None, user):
+        record, user = self.record, this_user()
+        if record.maker.user not in (None, user):
             raise CMLError(
                 f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run "
                 f"{command('delete', record.name)}"
             )
-        self.end_reason = f"shut down in JupyterLab's sidebar by {self.sharing.who}"
-        return self.shutdown(timeout)
+        reason = f"shut down in JupyterLab's sidebar by {Maker.this_process().words}"
+        errors = await operations.end_all([record], reason=reason)
+        error = errors[record.name]
+        if error is not None:
+            raise error
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Serve the dashboard no more."""
+        await cancel(self._adapting)
+        await self._forwarder.close()
 
 
 class Sidebar(Observers):
@@ -140,45 +213,54 @@ class Sidebar(Observers):
         lists = compat.sidebar_lists(manager)
         assert lists is not None
         self._listed, self._names, self._adaptives = lists
-        #: The clusters that were closed at the last poll. They stay listed until the next poll, because the
-        #: sidebar removes them itself after SHUTDOWN.
-        self._closed: set[str] = set()
-
-    def connect(self, record: Record) -> CMLCluster:
-        """Return an object that forwards the dashboard to a port of this machine, for the sidebar."""
-        return ListedCluster(
-            name=record.name, create_mode="connect", forward_dashboard=True, asynchronous=True, quiet=True
-        )
-
-    def joined(self, observed: Observed) -> None:
-        """Add a cluster to the list."""
-        id = _sidebar_id(observed.record)
-        self._listed[id] = observed.cluster
-        self._names[id] = observed.record.name
+        #: What had ended at the last poll. It stays listed until the next one, because the sidebar removes it
+        #: itself after SHUTDOWN.
+        self._ended: set[str] = set()
 
     async def close(self) -> None:
-        """Stop observing. Clusters that the sidebar created stay listed, so that the server ends them."""
-        for observed in self.observed.values():
-            self._drop(_sidebar_id(observed.record))
+        """Stop reading. Clusters that the sidebar created stay listed, so that the server ends them."""
         await super().close()
+        for id, cluster in [*self._listed.items()]:
+            if isinstance(cluster, ListedCluster):
+                await self._drop(id)
 
     async def polled(self) -> None:
-        """Remove closed clusters, and adaptive scaling that has stopped because another process scales."""
-        clusters = {id: cluster for id, cluster in self._listed.items() if isinstance(cluster, CMLCluster)}
-        closed = {id for id, cluster in clusters.items() if cluster.status == Status.closed}
-        for id in self._closed & closed:
-            self._drop(id)
-        self._closed = closed
-        for id, adaptive in [*self._adaptives.items()]:
-            if id in clusters and isinstance(adaptive, CMLAdaptive):
-                with contextlib.suppress(CMLError):
-                    await clusters[id].sharing.written()
-                if clusters[id].groups.limits("default") is None:
-                    self._adaptives.pop(id, None)
+        """List the running clusters, and drop those that have ended and adaptive scaling that has."""
+        running = {_sidebar_id(record): record for record in self.running_elsewhere()}
+        for id, record in running.items():
+            if id in self._listed:
+                self._listed[id].record = record
+            else:
+                self._listed[id], self._names[id] = ListedCluster(record), record.name
+        ended = {id for id, cluster in self._listed.items() if _has_ended(cluster, id in running)}
+        for id in self._ended & ended:
+            await self._drop(id)
+        self._ended = ended
+        for id in [*self._adaptives]:
+            if not await _adapts(self._listed.get(id)):
+                self._adaptives.pop(id, None)
 
-    def _drop(self, id: str) -> None:
-        for listing in (self._listed, self._names, self._adaptives):
-            listing.pop(id, None)
+    async def _drop(self, id: str) -> None:
+        cluster = self._listed.pop(id)
+        self._names.pop(id, None)
+        self._adaptives.pop(id, None)
+        if isinstance(cluster, ListedCluster):
+            await cluster.leave()
+
+
+def _has_ended(cluster: Any, is_running: bool) -> bool:
+    if isinstance(cluster, CMLCluster):
+        return cluster.status == Status.closed
+    return isinstance(cluster, ListedCluster) and not is_running
+
+
+async def _adapts(cluster: Any) -> bool:
+    """Return whether a cluster in the sidebar adapts, unless another process has ended that."""
+    if isinstance(cluster, CMLCluster):
+        with contextlib.suppress(CMLError):
+            await cluster.sharing.written()
+        return cluster.groups.limits(DEFAULT_GROUP) is not None
+    return cluster.adapts if isinstance(cluster, ListedCluster) else True
 
 
 def _sidebar_id(record: Record) -> str:

@@ -21,8 +21,8 @@ from simulated.world import World
 from dask_cml import CMLCluster, CMLError, cli
 from dask_cml.discovery import discover
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
-from dask_cml.observers import ObservedCluster
 from dask_cml.options import state_directory
+from dask_cml.protocol import Rank
 from dask_cml.records import store
 from dask_cml.records.entries import end_file
 from dask_cml.records.record import Record
@@ -261,8 +261,14 @@ async def create_in(process: SimulatedProcess, **options: Any) -> CMLCluster:
     return await created
 
 
+class ObservedCluster(CMLCluster):
+    """A cluster of another process, which this process shows. The cluster can still become an orphan."""
+
+    _rank = Rank.OBSERVER
+
+
 async def observe(name: str) -> CMLCluster:
-    """Return an object that only shows a running cluster, as the web UI and the sidebar have it."""
+    """Return an object that only shows a running cluster, as dask-ctl has it."""
     cluster: CMLCluster = await ObservedCluster.from_name(name, quiet=True, asynchronous=True)
     return cluster
 

@@ -9,7 +9,6 @@ from typing import Any
 from dask_cml.errors import ClusterExists, LaunchRefused, NoSuchCluster
 from dask_cml.records.history import EndedCluster
 from dask_cml.records.usage import SessionHours, Usage
-from dask_cml.serve.metrics import StartTimes
 
 GIB = 2**30
 QUOTA = "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16"
@@ -224,7 +223,7 @@ class StandInClusters:
         self.created: list[tuple[dict[str, Any], str | None]] = []
         self.over = ended()
         self.usages = {known["name"]: self.over[0].usage for known in clusters}
-        self.starts = StartTimes()
+        self.start_times: dict[str, list[float]] = {}
 
     async def ended(self, id: str | None = None) -> list[EndedCluster]:
         chosen = [one for one in self.over if id in (None, one.id)]

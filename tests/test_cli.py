@@ -18,6 +18,7 @@ from click.shell_completion import BashComplete, ShellComplete
 from click.testing import CliRunner
 from clusters import (
     LAUNCHED,
+    ObservedCluster,
     arrived,
     board_of,
     limits,
@@ -34,7 +35,6 @@ import dask_cml
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import console
 from dask_cml.layout import LOGS_FOLDER, scheduler_file
-from dask_cml.observers import ObservedCluster
 from dask_cml.options import setting, state_directory
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.records import operations, store

@@ -14,6 +14,7 @@ from unittest import mock
 import dask
 import pytest
 from clusters import (
+    ObservedCluster,
     arrived,
     board_of,
     break_connection,
@@ -44,13 +45,12 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, address, protocol
 from dask_cml.layout import board_file
-from dask_cml.observers import ObservedCluster, Observers
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.operations import end_all
 from dask_cml.records.record import Maker
 from dask_cml.scheduler import plugin
-from dask_cml.sharing import failover, sharing
+from dask_cml.sharing import failover
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
@@ -552,27 +552,6 @@ async def test_an_observer_replaces_no_scheduler_of_a_cluster_without_a_keeper(i
     assert [record.name for record in store.records()] == ["lab"]
     assert [session.key for session in it.platform.all.values()].count("scheduler") == 1
     assert await end_all(store.records()) == {"lab": None}
-
-
-@simulated
-async def test_an_observer_whose_dashboard_got_no_port_connects_again(it):
-    class Forwarding(Observers):
-        def connect(self, record):
-            return observe(forward_dashboard=True)
-
-        def joined(self, observed):
-            joined.append(observed.record.name)
-
-    await (await simulate(name="lab", security=True, shutdown_on_close=False)).close()
-    joined, observers = [], Forwarding()
-    try:
-        with mock.patch.object(sharing, "DashboardForwarder", side_effect=OSError(24, "Too many open files")):
-            observers.start()
-            await asyncio.sleep(20.0)
-        await eventually(lambda: joined == ["lab"])
-    finally:
-        await observers.close()
-        await end_all(store.records())
 
 
 # -- schedulers that are lost again, or are not launched

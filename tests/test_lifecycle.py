@@ -18,6 +18,7 @@ import dask
 import psutil
 import pytest
 from clusters import (
+    ObservedCluster,
     arrived,
     create_and_kill,
     create_elsewhere,
@@ -48,7 +49,6 @@ from dask_cml.discovery import CMLCluster as DiscoveredCluster
 from dask_cml.discovery import discover
 from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
-from dask_cml.observers import ObservedCluster
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.scheduler.resident import WHO

@@ -262,7 +262,7 @@ async def test_the_page_and_the_sidebar_show_clusters_next_to_something_odd(lab,
     clusters = ProjectClusters(interval=0.01)
     clusters.start()
     try:
-        while not all(observed.finding for observed in clusters.observed.values()) or not clusters.observed:
+        while not clusters.findings:
             await asyncio.sleep(0.01)
         described = clusters.describe()
         assert {cluster["name"]: cluster["status"] for cluster in described}["lab"] == "stale"

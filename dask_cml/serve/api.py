@@ -111,7 +111,8 @@ class Scale(ApiHandler):
         body = self.body("n", "worker_group")
         if "n" not in body:
             raise ValueError("invalid body: expected n, a whole number")
-        await self.clusters.running(name).scale(**body)
+        async with self.clusters.changing(name) as cluster:
+            await cluster.scale(**body)
         self.answer(await self.details(name))
 
 
@@ -120,13 +121,17 @@ class Adapt(ApiHandler):
 
     async def post(self, name: str) -> None:
         """Adapt a worker group."""
-        await self.clusters.adapt(name, **self.body("minimum", "maximum", "worker_group"))
+        limits = self.body("minimum", "maximum", "worker_group")
+        async with self.clusters.changing(name) as cluster:
+            cluster.adapt(**limits)
         self.answer(await self.details(name))
 
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
         group = self.get_query_argument("worker_group", DEFAULT_GROUP)
-        await self.clusters.stop_adapting(name, group)
+        async with self.clusters.changing(name) as cluster:
+            cluster.groups.options(group)  # which must exist
+            cluster._stop_adapting(group)
         self.answer(await self.details(name))
 
 
@@ -138,7 +143,7 @@ class Logs(ApiHandler):
         session, offset = self.get_query_argument("session", None), self.get_query_argument("offset", None)
         if offset is not None and not _OFFSET.fullmatch(offset):
             raise ValueError(f"invalid offset={offset!r}: expected a whole number")
-        logs = operations.session_logs(self.clusters.find(name).record)
+        logs = operations.session_logs(self.clusters.find(name))
         if session is None:
             self.answer({"sessions": [*await asyncio.to_thread(logs.paths)]})
         else:

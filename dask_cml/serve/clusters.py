@@ -1,19 +1,23 @@
-"""The clusters of the project: the web UI keeps what users create in it, and observes the others."""
+"""The clusters of the project: the web UI keeps what users create in it, and shows all by their files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from distributed.core import Status
 
+from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML, reason_of
-from dask_cml.observers import Observed, Observers
+from dask_cml.dashboard.proxy import OpenComm
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
+from dask_cml.layout import SCHEDULER
+from dask_cml.observers import EXPECTED, Observers, changing, has_dashboard, open_dashboard, until_shown
 from dask_cml.options import setting
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
@@ -24,7 +28,6 @@ from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.serve import views
-from dask_cml.serve.metrics import StartTimes
 from dask_cml.sessions.workers_api import load_platform
 from dask_cml.sharing.sharing import Sharing
 
@@ -32,8 +35,13 @@ logger = get_logger(__name__)
 
 #: Seconds. If CML refuses a launch within this time, the request fails. After that, the cluster shows why.
 _PATIENCE = 3.0
+#: Seconds to shut down the clusters of the web UI. Kubernetes grants 30.
+_GRACE = 25.0
+#: Seconds until a cluster of a killed web UI that did not answer is tried again.
+_RETRY = 15.0
 #: The arguments of a new cluster.
 _ALLOWED = tuple(name for name in ARGUMENTS if name not in SETTLED)
+_UNSEEN = Finding(State.UNKNOWN, "its scheduler has not answered yet")
 
 
 class ServedCluster(CMLCluster):
@@ -53,6 +61,28 @@ class ServedCluster(CMLCluster):
 
     def _share(self, given: Mapping[str, Any]) -> Sharing:
         return Sharing(self, given, Maker.this_process(self._user, serves=True))
+
+
+@dataclass
+class Kept:
+    """A cluster that shuts down with the web UI.
+
+    Parameters
+    ----------
+    record : Record
+        Its record, before it is written.
+    cluster : CMLCluster
+        The cluster.
+    failure : Exception or None
+        Why it did not start.
+    task : asyncio.Task or None
+        Starts the cluster, or connects to it.
+    """
+
+    record: Record
+    cluster: CMLCluster
+    failure: Exception | None = None
+    task: asyncio.Task[None] | None = None
 
 
 class ProjectClusters(Observers):
@@ -80,9 +110,12 @@ class ProjectClusters(Observers):
 
     def __init__(self, interval: float = 2.0) -> None:
         super().__init__(interval)
-        #: The usage of each running cluster at the last poll.
+        #: The clusters that shut down with the web UI, by the ids of their records.
+        self.kept: dict[str, Kept] = {}
+        #: The usage of each cluster at the last poll, by name.
         self.usages: dict[str, Usage] = {}
-        self.starts = StartTimes()
+        #: How long the worker sessions of each cluster took to start, in seconds, by name.
+        self.start_times: dict[str, list[float]] = {}
         #: Why the web UI cannot create clusters, or None.
         self.problem: str | None = None
         try:
@@ -92,30 +125,72 @@ class ProjectClusters(Observers):
 
     # -- observers
 
-    def connect(self, record: Record) -> CMLCluster:
-        """Return an object for a running cluster. It keeps what was created in a web UI that was killed."""
-        if not record.maker.serves or record.maker.lives() is not False:
-            return super().connect(record)
-        return CMLCluster(
-            name=record.name, create_mode="connect", shutdown_on_close=True, asynchronous=True, quiet=True
-        )
-
     async def polled(self) -> None:
-        """Sum up what the clusters have used."""
-        connected = self._connected()
-        self.starts.count(connected.values())
-        records = [self.find(name).record for name in connected]
-        self.usages = await asyncio.to_thread(
-            lambda: {record.name: usage_of(record, time.time()) for record in records}
-        )
+        """Sum up what the clusters have used, and keep those of a web UI that was killed."""
+        self.usages = await asyncio.to_thread(self._sum_up)
+        self.start_times = {record.name: _start_times(record) for record in self.records.values()}
+        for id, kept in [*self.kept.items()]:
+            has_begun = kept.task is not None and kept.task.done() and kept.failure is None
+            if has_begun and kept.cluster.status == Status.closed:
+                del self.kept[id]
+        for id, record in self.records.items():
+            is_left = record.maker.serves and record.maker.lives() is False
+            is_reached = self.findings[id].state is State.ALIVE and record.security is not None
+            if is_left and is_reached and id not in self.kept:
+                cluster = CMLCluster(
+                    name=record.name,
+                    create_mode="connect",
+                    shutdown_on_close=True,
+                    asynchronous=True,
+                    quiet=True,
+                )
+                kept = self.kept[id] = Kept(record, cluster)
+                kept.task = asyncio.create_task(self._take_over(kept))
+
+    def _sum_up(self) -> dict[str, Usage]:
+        return {record.name: self._usage(record) for record in self.records.values()}
+
+    def _usage(self, record: Record) -> Usage:
+        is_alive = self._finding(record).state is State.ALIVE
+        return usage_of(record, time.time() if is_alive else history.end_of(record))
+
+    async def _take_over(self, kept: Kept) -> None:
+        try:
+            await kept.cluster
+        except EXPECTED as error:
+            logger.info("Cluster %s not managed: %s", kept.record.name, error)
+            await kept.cluster.leave()
+            await asyncio.sleep(_RETRY)
+            del self.kept[kept.record.id]
+
+    async def close(self) -> None:
+        """Stop reading, and shut down the clusters of the web UI. The others keep running.
+
+        Raises
+        ------
+        CMLError
+            If CML did not stop some sessions in time. The message names their clusters.
+        """
+        await super().close()
+        await cancel(*(kept.task for kept in self.kept.values()))
+        ending = {
+            kept.record.name: asyncio.ensure_future(kept.cluster.close()) for kept in self.kept.values()
+        }
+        if ending:
+            await asyncio.wait(ending.values(), timeout=_GRACE)
+        left = [name for name, task in ending.items() if not task.done() or task.exception() is not None]
+        await cancel(*ending.values())
+        if left:
+            raise CMLError(f"some sessions of these clusters were not stopped: {', '.join(left)}")
 
     # -- lookups
 
-    def _by_name(self) -> dict[str, Observed]:
-        return {observed.record.name: observed for observed in self.observed.values()}
+    def _by_name(self) -> dict[str, Record]:
+        new = {id: kept.record for id, kept in self.kept.items()}
+        return {record.name: record for record in {**new, **self.records}.values()}
 
-    def find(self, name: str) -> Observed:
-        """Return what is known of a cluster.
+    def find(self, name: str) -> Record:
+        """Return the last known record of a cluster.
 
         Raises
         ------
@@ -127,60 +202,34 @@ class ProjectClusters(Observers):
             raise NoSuchCluster(name, (*known,))
         return known[name]
 
-    def _connected(self) -> dict[str, CMLCluster]:
-        connected = {}
-        for name, observed in self._by_name().items():
-            if observed.cluster is not None and observed.cluster.status != Status.closed:
-                connected[name] = observed.cluster
-        return connected
+    def _finding(self, record: Record) -> Finding:
+        return self.findings.get(record.id, _UNSEEN)
 
-    def running(self, name: str) -> CMLCluster:
-        """Return a running cluster.
+    def dashboard(self, name: str) -> OpenComm:
+        """Return what opens a comm on which a cluster's scheduler serves its dashboard.
 
         Raises
         ------
         NoSuchCluster
             If no cluster has this name.
         CMLError
-            If it does not run, or has no keys.
+            If it does not run, or has no dashboard.
         """
-        observed = self.find(name)
-        if observed.cluster is None and observed.record.security is None:
-            raise CMLError(
-                f"cluster {name!r} has no keys, so the web UI cannot tell it from another program at its "
-                "address: change it in the notebook that created it"
-            )
-        if observed.cluster is None or observed.cluster.status != Status.running:
-            status = self._describe(observed)["status"]
-            what = "is not connected to the web UI yet" if status == "running" else f"is {status}"
-            raise CMLError(f"cluster {name!r} {what}: try again later")
-        return observed.cluster
+        record = self.find(name)
+        if not has_dashboard(record, self._finding(record)):
+            raise CMLError(f"cluster {name!r} has no dashboard now: try again later")
+        return functools.partial(open_dashboard, record)
 
     # -- descriptions
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe all clusters, by name. An error in one description does not affect the others."""
-        described = []
-        for name, observed in sorted(self._by_name().items()):
-            try:
-                described.append(self._describe(observed))
-            except Exception as error:  # the record is what another process has written
-                logger.debug("Cluster %s not described", name, exc_info=True)
-                problem = f"it cannot be described: {type(error).__name__}: {error}"
-                described.append(views.unconnected(observed.record, "unknown", problem))
-        return described
+        """Describe all clusters, by name."""
+        return [self._describe(record) for _, record in sorted(self._by_name().items())]
 
-    def _describe(self, observed: Observed) -> dict[str, Any]:
-        record, cluster = observed.record, observed.cluster
-        usage = self.usages.get(record.name)
-        if observed.failure is not None:
-            return views.unconnected(record, "failed", reason_of(observed.failure))
-        if cluster is not None and (observed.owned or cluster.status == Status.running):
-            return views.connected(record, cluster, usage)
-        finding = observed.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
-        status = operations.status_of(record, finding)
-        problem = None if status in ("running", "starting") else finding.why
-        return views.unconnected(record, status, problem, usage)
+    def _describe(self, record: Record) -> dict[str, Any]:
+        kept, usage = self.kept.get(record.id), self.usages.get(record.name)
+        described = views.described(record, self._finding(record), usage)
+        return described if kept is None else described | views.kept(kept.cluster, kept.failure)
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster with its sessions.
@@ -190,24 +239,20 @@ class ProjectClusters(Observers):
         NoSuchCluster
             If no cluster has this name.
         """
-        observed, cluster = self.find(name), self._connected().get(name)
-        record = await asyncio.to_thread(store.refreshed, observed.record)
+        record = await asyncio.to_thread(store.refreshed, self.find(name))
+        finding = self._finding(record)
         logs = await asyncio.to_thread(operations.session_logs(record).paths)
-        has_dashboard = cluster is not None and cluster._has_dashboard
-        description = self._describe(observed)
-        until = time.time()
-        if description["status"] in ("stale", "not answering"):
-            until = await asyncio.to_thread(history.end_of, record)
-        usage = usage_of(record, until)
+        usage = await asyncio.to_thread(self._usage, record)
+        description = self._describe(record)
         return {
             **description,
-            "sessions": views.sessions_of(cluster) if cluster else views.recorded_sessions(record),
+            "sessions": views.sessions_of(record, finding),
             "logs": [*logs],
             "usage": usage.to_json(),
             "cost": usage.total.cost,
             "client": f'Client("{description["address"]}")',
             "security": record.security is not None,
-            "dashboard_id": record.id if has_dashboard else None,
+            "dashboard_id": record.id if has_dashboard(record, finding) else None,
         }
 
     async def ended(self, id: str | None = None) -> list[EndedCluster]:
@@ -223,11 +268,11 @@ class ProjectClusters(Observers):
         NoSuchCluster
             If no ended cluster has this id.
         """
-        dead = []
-        for observed in self.observed.values():
-            finding = observed.finding
-            if observed.cluster is None and finding is not None and finding.state is State.DEAD:
-                dead.append(observed.record)
+        dead = [
+            record
+            for record in self.records.values()
+            if record.id not in self.kept and self._finding(record).state is State.DEAD
+        ]
         clusters = await asyncio.to_thread(ended_clusters, dead)
         if id is None:
             return clusters
@@ -238,18 +283,35 @@ class ProjectClusters(Observers):
 
     # -- changes
 
-    async def adapt(self, name: str, **limits: Any) -> None:
-        """Adapt a worker group of a running cluster, see :meth:`CMLCluster.adapt`."""
-        cluster = self.running(name)
-        cluster.adapt(**limits)
-        await cluster.sharing.written()
+    @contextlib.asynccontextmanager
+    async def changing(self, name: str) -> AsyncIterator[CMLCluster]:
+        """Connect to a running cluster to change it, until its files show the change.
 
-    async def stop_adapting(self, name: str, group: str) -> None:
-        """Keep the number of sessions of a running cluster's worker group."""
-        cluster = self.running(name)
-        cluster.groups.options(group)  # which must exist
-        cluster._stop_adapting(group)
-        await cluster.sharing.written()
+        Raises
+        ------
+        NoSuchCluster
+            If no cluster has this name.
+        CMLError
+            If it does not run, or has no keys.
+        """
+        record = self.find(name)
+        kept = self.kept.get(record.id)
+        if kept is None and record.security is None:
+            raise CMLError(
+                f"cluster {name!r} has no keys, so the web UI cannot tell it from another program at its "
+                "address: change it in the notebook that created it"
+            )
+        status = self._describe(record)["status"]
+        if status != "running":
+            raise CMLError(f"cluster {name!r} is {status}: try again later")
+        if kept is None:
+            async with changing(record) as cluster:
+                yield cluster
+        elif kept.cluster.status != Status.running:
+            raise CMLError(f"cluster {name!r} is not connected to the web UI yet: try again later")
+        else:
+            yield kept.cluster
+            await until_shown(record, kept.cluster)
 
     async def create(self, options: Mapping[str, Any], user: str | None = None) -> dict[str, Any]:
         """Create a cluster that shuts down with this process, and describe it.
@@ -273,31 +335,31 @@ class ProjectClusters(Observers):
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         cluster = ServedCluster(user, **unattended(options))
         record = cluster.sharing.new_record
-        if record.name in self._connected():
-            raise ClusterExists(record.name)
-        earlier = self._by_name().get(record.name)
-        if earlier is not None and earlier.failure is not None:
-            del self.observed[earlier.record.id]
-        observed = self.observed[record.id] = Observed(record, cluster)
-        observed.task = asyncio.create_task(self._start(observed, cluster))
-        await asyncio.wait({observed.task}, timeout=_PATIENCE)
-        if observed.failure is not None:
+        for id, earlier in [*self.kept.items()]:
+            if earlier.record.name == record.name:
+                if earlier.failure is None:
+                    raise ClusterExists(record.name)
+                del self.kept[id]
+        kept = self.kept[record.id] = Kept(record, cluster)
+        kept.task = asyncio.create_task(self._start(kept))
+        await asyncio.wait({kept.task}, timeout=_PATIENCE)
+        if kept.failure is not None:
             if cluster.status == Status.closed:
-                self.observed.pop(record.id, None)
-            raise observed.failure
-        return self._describe(observed)
+                self.kept.pop(record.id, None)
+            raise kept.failure
+        return self._describe(self.records.get(record.id, record))
 
-    async def _start(self, observed: Observed, cluster: CMLCluster) -> None:
+    async def _start(self, kept: Kept) -> None:
         try:
-            await cluster
+            await kept.cluster
         except Exception as error:  # of Dask or the platform's library, too: the page shows it
             if not isinstance(error, (CMLError, OSError)):
-                logger.exception("Cluster %s not started", observed.record.name)
-            observed.failure, observed.record = error, replace(observed.record, launches={})
+                logger.exception("Cluster %s not started", kept.record.name)
+            kept.failure = error
             if isinstance(error, ClusterExists):
-                self.observed.pop(observed.record.id, None)  # which would hide the existing cluster
+                self.kept.pop(kept.record.id, None)  # which would hide the existing cluster
             with contextlib.suppress(CMLError):
-                await cluster.shutdown()
+                await kept.cluster.shutdown()
 
     async def delete(self, name: str, user: str | None = None) -> None:
         """Stop all sessions of a cluster, or forget a failed cluster.
@@ -316,14 +378,21 @@ class ProjectClusters(Observers):
         CMLError
             If CML did not stop some sessions.
         """
-        observed = self.find(name)
-        cluster = observed.cluster
-        if cluster is not None and (observed.owned or cluster.status == Status.running):
-            cluster.end_reason = operations.deleted_by(user)
-            await cluster.shutdown()
+        record = self.find(name)
+        kept = self.kept.get(record.id)
+        if kept is not None:
+            kept.cluster.end_reason = operations.deleted_by(user)
+            await kept.cluster.shutdown()
+            self.kept.pop(record.id, None)
         else:
-            errors = await operations.end_all([observed.record], user)
+            errors = await operations.end_all([record], user)
             error = errors[name]
             if error is not None:
                 raise error
-        self.observed.pop(observed.record.id, None)
+        self.records.pop(record.id, None)
+
+
+def _start_times(record: Record) -> list[float]:
+    launches = {**record.launches, **record.ended}.values()
+    workers = [launch for launch in launches if launch.key != SCHEDULER]
+    return [max(0.0, launch.started - launch.launched) for launch in workers if launch.started is not None]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
 from tornado.web import HTTPError
 
-from dask_cml.cluster import CMLCluster
 from dask_cml.layout import SCHEDULER
 from dask_cml.serve.access import Handler
 
@@ -19,32 +17,11 @@ from dask_cml.serve.access import Handler
 _BUCKETS = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, math.inf)
 
 
-class StartTimes:
-    """Counts how long worker sessions took from their launch until they were connected."""
-
-    def __init__(self) -> None:
-        self._starting: set[str] = set()
-        self._counts = [0] * len(_BUCKETS)
-        self.total = 0.0
-
-    def count(self, clusters: Iterable[CMLCluster]) -> None:
-        """Count the sessions that have connected since the last call."""
-        starting_before, self._starting = self._starting, set()
-        for cluster in clusters:
-            connected = cluster._view.arrived()
-            for session in cluster.sessions:
-                if session.role == "worker" and session.name not in connected:
-                    self._starting.add(session.id)
-                elif session.id in starting_before:
-                    start_time = session.age
-                    self._counts[bisect_left(_BUCKETS, start_time)] += 1
-                    self.total += start_time
-
-    @property
-    def buckets(self) -> list[tuple[str, int]]:
-        """Upper limits with the numbers of sessions that took no longer."""
-        limits = ["+Inf" if math.isinf(limit) else f"{limit:g}" for limit in _BUCKETS]
-        return [*zip(limits, accumulate(self._counts), strict=True)]
+def _buckets(times: list[float]) -> list[tuple[str, int]]:
+    """Return upper limits with the numbers of times that are no longer."""
+    limits = ["+Inf" if math.isinf(limit) else f"{limit:g}" for limit in _BUCKETS]
+    counts = Counter(bisect_left(_BUCKETS, seconds) for seconds in times)
+    return [*zip(limits, accumulate(counts[i] for i in range(len(_BUCKETS))), strict=True)]
 
 
 class Metrics(Handler):
@@ -76,28 +53,29 @@ class Metrics(Handler):
         launches = counter("launches", "Number of sessions launched so far.")
         losses = counter("losses", "Number of sessions lost so far.", "cause")
         seconds = counter("session_seconds", "Sum of the times of all sessions so far.")
+        help = "Time from the launch of a worker session until its program starts."
+        times = HistogramMetricFamily("dask_cml_start_seconds", help, labels=["cluster"])
         described = self.clusters.describe()
         for status, n in Counter(cluster["status"] for cluster in described).items():
             clusters.add_metric([status], n)
         for cluster in described:
             name, status = cluster["name"], cluster["status"]
-            if status in ("running", "starting"):
-                sessions.add_metric([name, SCHEDULER, "connected" if status == "running" else "starting"], 1)
             for group in cluster["groups"]:
                 requested, waiting, connected = group["n_workers"], group["n_waiting"], group["n_arrived"]
                 starting = max(0, requested - waiting - connected)
                 wanted.add_metric([name, group["name"]], requested)
                 for state, n in {"waiting": waiting, "connected": connected, "starting": starting}.items():
                     sessions.add_metric([name, group["name"], state], n)
-        for name, usage in self.clusters.usages.items():
-            for label, used in usage.items():
+            if status not in ("running", "starting"):
+                continue
+            sessions.add_metric([name, SCHEDULER, "connected" if status == "running" else "starting"], 1)
+            for label, used in self.clusters.usages.get(name, {}).items():
                 launches.add_metric([name, label], used.sessions)
                 seconds.add_metric([name, label], used.hours * 3600)
                 for cause, n in used.lost.items():
                     losses.add_metric([name, label, cause], n)
-        help = "Time from the launch of a worker session to its connection."
-        times = HistogramMetricFamily("dask_cml_start_seconds", help)
-        times.add_metric([], self.clusters.starts.buckets, self.clusters.starts.total)
+            if waits := self.clusters.start_times.get(name):
+                times.add_metric([name], _buckets(waits), sum(waits))
         return [clusters, wanted, sessions, launches, losses, seconds, times]
 
 

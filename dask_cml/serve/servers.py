@@ -213,12 +213,11 @@ class _Dashboard(DashboardProxy):
     async def get(self, secret: str, name: str, path: str) -> None:
         clusters, dashboards = self.settings["clusters"], self.settings["dashboards"]
         try:
-            expected = dashboards.secret(clusters.find(name).record.id)
+            expected = dashboards.secret(clusters.find(name).id)
             if not hmac.compare_digest(secret.encode(), expected.encode()):
                 raise NoSuchCluster(name)
             if path:
-                cluster = clusters.running(name)
-                await self.forward(cluster.sharing.open_dashboard, self.request.path.split("/", 3)[3])
+                await self.forward(clusters.dashboard(name), self.request.path.split("/", 3)[3])
             else:
                 self.redirect("status")
         except NoSuchCluster:

@@ -1,109 +1,108 @@
-"""Describe clusters as JSON, for the web UI and its API."""
+"""Describe clusters by their files as JSON, for the web UI and its API."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from distributed.core import Status
 
 from dask_cml.checks import web_link
-from dask_cml.cluster import CMLCluster, WorkerGroup
-from dask_cml.display import describe, status_of
+from dask_cml.cluster import CMLCluster
+from dask_cml.display import status_of
+from dask_cml.errors import reason_of
 from dask_cml.layout import SCHEDULER
 from dask_cml.options import SessionSize
-from dask_cml.records.record import Record, cluster_address
+from dask_cml.records import operations
+from dask_cml.records.liveness import Finding, State
+from dask_cml.records.record import Record
 from dask_cml.records.usage import Usage
+from dask_cml.sharing.report import Report
+from dask_cml.timing import timing
+from dask_cml.words import format_duration, idle, waiting, waiting_workers
 
 _NO_SIZE = {"cpu": None, "memory": None, "nvidia_gpu": None}
 
 
-def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[str, Any]:
-    """Describe a cluster that is connected.
+def described(record: Record, finding: Finding, usage: Usage | None) -> dict[str, Any]:
+    """Describe a cluster.
 
     Parameters
     ----------
     record : Record
         Its record.
-    cluster : CMLCluster
-        The cluster.
+    finding : Finding
+        Whether its scheduler lives.
     usage : Usage or None
         Its usage, if known.
     """
-    description, board = describe(cluster), cluster.sharing.board
-    status, problem = cluster.status.name, description.problem
-    workers = [*cluster.scheduler_info["workers"].values()]
-    if cluster.status == Status.running and not cluster.sharing.is_connected:
-        status = "not answering"
-    elif cluster.status == Status.failed:
-        status, problem = "closing", problem or "CML did not stop some sessions; delete the cluster again"
-    elif cluster.status not in (Status.running, Status.closing, Status.closed):
-        status = "starting"
-    words = [status, description.idle, description.scheduler, description.pending]
-    groups = [*cluster.worker_groups.values()]
-    return {
-        **unconnected(record, status, problem, usage),
-        "words": ", ".join(filter(None, words)),
-        "groups": [
-            _group(group, cluster.groups.limits(group.name), len(cluster._view.waits(group.name)))
-            for group in groups
-        ],
-        "n_workers": sum(group.n_workers for group in groups),
-        "n_arrived": sum(group.n_arrived for group in groups),
-        "threads": sum(worker["nthreads"] for worker in workers),
-        "memory": sum(worker["memory_limit"] for worker in workers),
-        "kept": cluster.shutdown_on_close,
-        "tasks_done": board.tasks_done,
-        "most_age": board.most_age or None,
-    }
-
-
-def unconnected(
-    record: Record, status: str, problem: str | None, usage: Usage | None = None
-) -> dict[str, Any]:
-    """Describe a cluster from its record, because it failed or its scheduler does not respond."""
-    return {
-        "name": record.name,
-        "address": cluster_address(record.name),
+    row = operations.description(record, finding)
+    groups = _groups(record, row) if row["status"] in ("running", "starting") else []
+    n_launched = sum(key != SCHEDULER for key in record.sessions.values())
+    return row | {
         "created": record.created.isoformat(),
-        "most_age": None,
-        "age": record.age,
-        "by": record.maker.user,
-        "ends": record.ends,
+        "most_age": record.scheduler.hours and record.scheduler.hours * 3600,
         "session_hours": None if usage is None else usage.total.hours,
-        "status": status,
-        "words": status,
-        "problem": problem,
-        "groups": [],
-        "n_workers": sum(key != SCHEDULER for key in record.sessions.values()),
-        "n_arrived": 0,
-        "threads": None,
-        "memory": None,
+        "words": ", ".join([row["status"], *_words(record, groups, row["idle"])])
+        if groups
+        else row["status"],
+        "problem": None if row["status"] == "starting" else row["problem"],
+        "groups": groups,
+        "n_workers": sum(group["n_workers"] for group in groups) if groups else n_launched,
+        "n_arrived": sum(group["n_arrived"] for group in groups),
         "kept": False,
-        "tasks_done": None,
+        "tasks_done": record.scheduler.activity.get("tasks_done") if row["status"] == "running" else None,
     }
 
 
-def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int) -> dict[str, Any]:
-    adapts = {limit: adapting[limit] for limit in ("minimum", "maximum")} if adapting else None
-    described = asdict(group)
-    size = described.pop("size")
-    return {**described, **size, "n_waiting": waiting, "adapts": adapts}
+def kept(cluster: CMLCluster, failure: Exception | None) -> dict[str, Any]:
+    """Describe what the files do not say of a cluster that the web UI keeps."""
+    if failure is not None:
+        return {"status": "failed", "words": "failed", "problem": reason_of(failure), "groups": []}
+    if cluster.status in (Status.closing, Status.failed):
+        problem = "CML did not stop some sessions; delete the cluster again"
+        failed = {"problem": cluster.problem or problem} if cluster.status == Status.failed else {}
+        return {"status": "closing", "words": "closing", "kept": True, **failed}
+    return {"kept": True}
 
 
-def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
-    """Describe the sessions of a cluster that is connected."""
-    arrived = cluster._view.arrived()
-    return [
-        _session(one.role, one.name, one.id, status_of(one, arrived), one.age, one.size, one.link)
-        for one in cluster.sessions
-    ]
+def _groups(record: Record, row: dict[str, Any]) -> list[dict[str, Any]]:
+    groups = operations.worker_groups(record)
+    queued = [launch.worker_group(record.name) for launch in operations.queued(record)]
+    for group in groups:
+        group |= group.pop("size")
+        bounds = row["adapts"].get(group["name"])
+        group["n_waiting"] = queued.count(group["name"])
+        group["adapts"] = bounds and dict(zip(("minimum", "maximum"), bounds, strict=True))
+    return groups
 
 
-def recorded_sessions(record: Record) -> list[dict[str, Any]]:
-    """Describe a cluster's sessions from its record, the scheduler's first."""
+def _words(record: Record, groups: list[dict[str, Any]], idle_for: float | None) -> list[str]:
+    """Return what is special about a cluster that starts or runs, in words."""
+    words = [idle(idle_for)] if idle_for is not None and idle_for >= timing.idle else []
+    queued = operations.queued(record)
+    scheduler = [launch for launch in record.launches.values() if launch.key == SCHEDULER]
+    for launch in scheduler:
+        if launch in queued:
+            words.append(f"scheduler {waiting(queued[launch])}")
+        elif record.scheduler.number and record.scheduler.address is not None:
+            words.append(f"scheduler restarted {format_duration(time.time() - launch.launched)} ago")
+    waits = [seconds for launch, seconds in queued.items() if launch not in scheduler]
+    pending = sum(group["n_workers"] - group["n_arrived"] for group in groups) - len(waits)
+    words += [f"{pending} pending"] if pending > 0 else []
+    return words + ([waiting_workers(waits)] if waits else [])
+
+
+def sessions_of(record: Record, finding: Finding) -> list[dict[str, Any]]:
+    """Describe a cluster's sessions, the scheduler's first, by the keeper's report or else by their files."""
+    sessions = Report.read(record.scheduler.report).known_sessions() if finding.state is State.ALIVE else []
+    arrived = record.scheduler.workers.sessions
+    if sessions:
+        return [
+            _session(one.role, one.name, one.id, status_of(one, arrived), one.age, one.size, one.link)
+            for one in sessions
+        ]
     now, described = time.time(), []
     launches = sorted(record.launches.values(), key=lambda launch: (launch.key != SCHEDULER, launch.key))
     for launch in launches:

@@ -292,9 +292,7 @@ class Page(User):
 
     @property
     def cluster(self) -> CMLCluster | None:
-        found = [
-            observed.cluster for observed in self.observers.observed.values() if observed.record.name == NAME
-        ]
+        found = [kept.cluster for kept in self.observers.kept.values() if kept.record.name == NAME]
         return found[0] if found else None
 
     def delete(self) -> asyncio.Task[Any]:
