@@ -400,6 +400,17 @@ async def test_who_keeps_a_cluster_next_stops_what_was_launched_for_an_earlier_w
 
 
 @simulated
+async def test_the_only_process_of_a_cluster_shuts_it_down_without_time_for_others_to_hear_of_it(
+    it, monkeypatch
+):
+    async with simulate(n_workers=1) as cluster:
+        monkeypatch.setattr(timing, "collect", 10.0)
+        begin = time.monotonic()
+        await cluster.close()
+        assert time.monotonic() - begin < timing.goodbye
+
+
+@simulated
 async def test_what_a_process_that_leaves_could_not_do_is_left_to_another_that_watches(it):
     async with own(1) as cluster, rebuild("night") as other:
         it.platform.fail("stop_workers", *[HTTPError(401)] * 1000)

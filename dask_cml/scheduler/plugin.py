@@ -155,7 +155,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
             self._scheduler.log_event(protocol.END, {"reason": self._lifetime.closed})
             # Watchers must know it although the file may not be written: another scheduler would follow.
             self._publish()
-            await asyncio.sleep(2 * timing.collect)  # `watch` answers after half of that
+            if self._watchers.has_watcher:  # the process that shuts the cluster down watches no more
+                await asyncio.sleep(2 * timing.collect)  # `watch` answers after half of that
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
