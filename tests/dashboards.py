@@ -18,6 +18,7 @@ from tornado.tcpclient import TCPClient
 from tornado.websocket import websocket_connect
 
 from dask_cml.dashboard.proxy import DashboardForwarder, carry, open_comm
+from dask_cml.scheduler.dashboard_guard import ForeignSockets
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 
@@ -34,7 +35,7 @@ async def scheduler(port=0, security=None, dashboard="127.0.0.1:0", plugin=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as state:
         async with running:
             if plugin:
-                own = CMLSchedulerPlugin(prepare(Path(state) / "mine"))
+                own = CMLSchedulerPlugin(prepare(Path(state) / "mine"), 0, ForeignSockets())
                 await running.register_scheduler_plugin(own, name=NAME, idempotent=True)
             yield running
 

@@ -13,6 +13,7 @@ from distributed.security import Security
 
 from dask_cml.layout import board_file
 from dask_cml.protocol import Rank
+from dask_cml.scheduler.dashboard_guard import ForeignSockets
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 #: The id of the cluster's record.
@@ -78,6 +79,6 @@ async def scheduler_in(
     """Run the scheduler of a cluster whose folder is prepared."""
     running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", security=security)
     async with running:
-        plugin = CMLSchedulerPlugin(folder, number)
+        plugin = CMLSchedulerPlugin(folder, number, ForeignSockets())
         await running.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
         yield running

@@ -23,6 +23,7 @@ from dask_cml import protocol
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.protocol import Rank
 from dask_cml.scheduler import state_file
+from dask_cml.scheduler.dashboard_guard import ForeignSockets
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PRELOAD
@@ -111,14 +112,15 @@ async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
     running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
     async with running:
         with pytest.raises(FileNotFoundError):
-            await running.register_scheduler_plugin(CMLSchedulerPlugin(tmp_path), idempotent=True)
+            await running.register_scheduler_plugin(
+                CMLSchedulerPlugin(tmp_path, 0, ForeignSockets()), idempotent=True
+            )
 
 
 # -- the board
 
 
-async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatch):
-    monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")
+async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path):
     folder = prepare(tmp_path / "mine", number=3)
     async with scheduler_in(folder, number=3) as running, rpc(running.address) as comm:
         assert await comm.cml_hello() == {
@@ -126,7 +128,6 @@ async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatc
             "cluster": "mine",
             "record": RECORD,
             "number": 3,
-            "session": "abcdefgh12345678",
         }
 
 

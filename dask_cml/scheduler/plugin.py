@@ -61,16 +61,14 @@ class CMLSchedulerPlugin(WorkerQuestions):
         The cluster's folder.
     number : int
         The number of this scheduler in its cluster.
-    foreign_sockets : ForeignSockets, optional
+    foreign_sockets : ForeignSockets
         The WebSockets that the dashboard refuses.
     """
 
     name = NAME
     idempotent = True
 
-    def __init__(
-        self, folder: Path, number: int = 0, foreign_sockets: dashboard_guard.ForeignSockets | None = None
-    ) -> None:
+    def __init__(self, folder: Path, number: int, foreign_sockets: dashboard_guard.ForeignSockets) -> None:
         super().__init__()
         self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
@@ -227,13 +225,12 @@ class CMLSchedulerPlugin(WorkerQuestions):
     # -- the board
 
     def hello(self) -> dict[str, Any]:
-        """Return which cluster this scheduler belongs to, its session, and its protocol."""
+        """Return which cluster this scheduler belongs to, and its protocol."""
         return {
             "protocol": protocol.PROTOCOL,
             "cluster": self._cluster,
             "record": self._record,
             "number": self._file.number,
-            "session": os.environ.get("CDSW_ENGINE_ID"),
         }
 
     async def watch(
@@ -332,7 +329,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             topic = protocol.LINES if event.get("action") == "line" else protocol.TOPIC
             self._scheduler.log_event(topic, dict(event))
         self._reported_term, self._n_events = term, max(known, n_before + len(events))
-        if self._foreign_sockets is not None and self._app_url is not None:
+        if self._app_url is not None:
             self._foreign_sockets.allow(self._app_url)
         if leaves:
             self._watchers.pass_over(keeper)

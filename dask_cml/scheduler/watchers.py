@@ -106,10 +106,8 @@ class Watchers:
 
     def answers(self, watcher: str) -> bool:
         """Return whether the watcher with this id is connected and has sent a message lately."""
-        return watcher in self._watchers and self._answers(self._watchers[watcher])
-
-    def _answers(self, watcher: _Watcher) -> bool:
-        return not watcher.comm.closed() and watcher.silent <= timing.lease
+        known = self._watchers.get(watcher)
+        return known is not None and not known.comm.closed() and known.silent <= timing.lease
 
     def keeper_after(self, keeper: str | None, resident_can_launch: bool) -> str | None:
         """Return the id of the process that is to keep the cluster. None: nobody may.
@@ -131,7 +129,7 @@ class Watchers:
             # A process that passes by does not interrupt the resident.
             least = 0.0 if keeper is None else timing.stay
             is_here = name == keeper or watcher.connected >= least
-            if watcher.rank in may_keep and is_here and self._answers(watcher):
+            if watcher.rank in may_keep and is_here and self.answers(name):
                 candidates.append((may_keep.index(watcher.rank), -watcher.connected, name))
         return min(candidates)[-1] if candidates else keeper
 
