@@ -371,6 +371,9 @@ class Episode:
             await self._shut_down(keeper, keeper.open)
         else:
             await self._run("delete", again=True)
+            await self._until(lambda: not self._is_starting())
+            if self.record() is not None:  # a notebook has created the cluster anew after that
+                await self._run("delete", again=True)
         await self._check_the_end()
 
     async def _shut_down(self, notebook: Notebook, cluster: CMLCluster) -> None:
@@ -661,6 +664,11 @@ class Episode:
     def _is_busy(self) -> bool:
         """Whether a notebook starts, has or ends the cluster. It may not have its name yet."""
         return any(isinstance(actor, Notebook) and actor.is_busy for actor in self.actors.values())
+
+    def _is_starting(self) -> bool:
+        """Whether a notebook that lives has something under way, such as the start of a cluster."""
+        notebooks = [actor for actor in self.actors.values() if isinstance(actor, Notebook) and actor.lives]
+        return any(not task.done() for notebook in notebooks for task in notebook.under_way)
 
     def _may_answer(self, scheduler: SimulatedSession) -> bool:
         """Whether the program of a scheduler's session runs, or may still begin.
