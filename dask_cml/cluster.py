@@ -286,7 +286,6 @@ class CMLCluster(SpecCluster):
             )
         if options.create_mode == "create":
             check_new(options)
-        self._has_sessions_tab = False
         dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
         try:
             self._set_up(options, given, quiet, dask_arguments)
@@ -320,12 +319,12 @@ class CMLCluster(SpecCluster):
         self.connection = Connection(self)
         #: Not `workers`, as SpecCluster calls its dict of the launched ones.
         self.processes = Workers(self)
-        self.retirements = Retirements(self, self.processes)
+        self.retirements = Retirements(self)
         self.demand = Demand(self)
-        self.messages = Messages(self, self.processes, self.demand)
-        self._own_view = View(self, self.processes, self.retirements, self.messages)
-        self.losses = Losses(self, self.processes)
-        self.ending: Ending = Ending(self, self.processes, self.retirements, self._own_view)
+        self.messages = Messages(self)
+        self._own_view = View(self)
+        self.losses = Losses(self)
+        self.ending: Ending = Ending(self)
         self.starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.
         self._n_starting = 0
@@ -1407,7 +1406,9 @@ class CMLCluster(SpecCluster):
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         # Cluster._repr_html_ (cluster.py:476) escapes nothing, and lists no sessions.
-        return html_of(self, cluster_status or "", lists_sessions=not self._has_sessions_tab)
+        return html_of(
+            self, cluster_status or "", lists_sessions=getattr(self, "_cached_widget", None) is None
+        )
 
     def _widget(self) -> Any:
         # Cluster._widget (cluster.py:391) writes its HTML again and again, which would close a list in it.
@@ -1415,7 +1416,6 @@ class CMLCluster(SpecCluster):
         tab = super()._widget()
         if is_new and tab is not None:
             add_sessions_tab(self, tab)
-            self._has_sessions_tab = True
         return tab
 
     @classmethod

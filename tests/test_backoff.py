@@ -37,7 +37,9 @@ def lines():
 def workers(clock, lines):
     groups = SimpleNamespace(workers=lambda _: [f"mine-{n}" for n in range(5)], adapts=lambda _: False)
     options = SimpleNamespace(name="mine")
-    return Workers(SimpleNamespace(options=options, groups=groups, workers={}, tell=lines.append))
+    core = SimpleNamespace(options=options, groups=groups, workers={}, _tell=lines.append)
+    core.processes = Workers(core)
+    return core.processes
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def backoff(workers):
 def lose(workers):
     def lose(losses, began=math.inf, lasted=0.0):
         lost = SimpleNamespace(launched_at=began, connected_for=lasted)
-        Losses(workers._cluster, workers)._count("default", losses, [lost])
+        Losses(workers._cluster)._count("default", losses, [lost])
 
     return lose
 

@@ -112,7 +112,7 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
             heard.append(answer)
         return answer
 
-    monkeypatch.setattr(CMLCluster, "ask", counted)
+    monkeypatch.setattr(CMLCluster, "_ask_scheduler", counted)
     with dask.config.set({"cml.retire-timeout": "8s"}):
         cluster = await make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
     made, gate = tmp_path / "made", tmp_path / "gate"

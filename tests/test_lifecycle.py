@@ -642,6 +642,6 @@ async def test_the_record_is_complete_before_the_scheduler_ends(it, monkeypatch)
     async with simulate(name="lab") as cluster:
         ask, done = cluster._ask_scheduler, []
         await cluster._stop_looking()
-        monkeypatch.setattr(cluster, "ask", note_end)
+        monkeypatch.setattr(cluster, "_ask_scheduler", note_end)
         write = step_in(cluster, "writes the record", note_write)
     assert done == ["record", "terminate"]

@@ -179,7 +179,7 @@ async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it, m
     async with simulate(name="mine", n_workers=1, worker_timeout=20, **PROCESSES) as cluster:
         await eventually(lambda: len(dask_names(cluster)) == 2)
         session, ask = cluster.workers["mine-0"].session_id, cluster._ask_scheduler
-        monkeypatch.setattr(cluster, "ask", ask_slowly)
+        monkeypatch.setattr(cluster, "_ask_scheduler", ask_slowly)
         await end_worker(it, cluster, "mine-0-1")
         await eventually(lambda: asked)
         await asyncio.sleep(30)

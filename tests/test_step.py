@@ -414,7 +414,7 @@ def test_a_user_scales_while_the_keeper_asks_for_a_groups_pause():
             return found
 
     names = SimpleNamespace(names=["default"])
-    cluster = SimpleNamespace(groups=names, options=SimpleNamespace(name="mine"), tell=print)
+    cluster = SimpleNamespace(groups=names, options=SimpleNamespace(name="mine"), _tell=print)
     workers = Workers(cluster)
     workers.backoff()
     workers._backoffs = Racing(workers._backoffs)

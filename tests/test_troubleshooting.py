@@ -316,8 +316,9 @@ async def test_the_page_lists_the_messages_about_lost_sessions(it, seen):
 )
 def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
     last = {"memory": GIB // 8, "limit": GIB, "spilled": 0, "max_spill": None, "tasks": ["train-1"]}
-    cluster = SimpleNamespace(options=SimpleNamespace(name="night"), tell=seen.append)
-    losses = Losses(cluster, Workers(cluster))
+    core = SimpleNamespace(options=SimpleNamespace(name="night"), _tell=seen.append)
+    core.processes = Workers(core)
+    losses = Losses(core)
     for log in (
         [f"[memory: {GIB} of {GIB} bytes]"],
         ["[scratch: 9500000000 of 10000000000 bytes]"],

@@ -141,7 +141,6 @@ class CMLAdaptive(Adaptive):
         **kwargs: Any,
     ) -> None:
         self._group = worker_group
-        self._released = False
         #: The last error that is logged.
         self._logged = ""
         # Without an interval, Dask's class does not start before the cluster does.
@@ -207,7 +206,6 @@ class CMLAdaptive(Adaptive):
 
     def release(self) -> None:
         """Adapt no more, because something else scales the group."""
-        self._released = True
         if self.periodic_callback is not None:
             self.periodic_callback.stop()
         self.periodic_callback = None
@@ -221,7 +219,7 @@ class CMLAdaptive(Adaptive):
         reason : str
             The reason, for Dask's log.
         """
-        if not self._released:
+        if self.state != "stopped":
             self.release()
             self.cluster._stop_adapting(self._group)
 
@@ -233,7 +231,7 @@ class CMLAdaptive(Adaptive):
 
     async def adapt(self) -> None:
         """Scale by the work, if this process manages the cluster."""
-        if self.cluster._keeps and not self._released:
+        if self.cluster._keeps and self.state != "stopped":
             await super().adapt()
 
     @property
@@ -304,12 +302,12 @@ class CMLAdaptive(Adaptive):
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Scale to `n` sessions."""
-        if self.cluster._keeps and not self._released:
+        if self.cluster._keeps and self.state != "stopped":
             self.cluster.groups.resize(self._group, n, ())
             self.cluster.woken.set()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
-        if self.cluster._keeps and not self._released:
+        if self.cluster._keeps and self.state != "stopped":
             self.cluster.groups.drop(workers)
             self.cluster.woken.set()

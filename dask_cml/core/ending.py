@@ -21,9 +21,7 @@ from dask_cml import output, protocol
 from dask_cml.cancellation import cancel, within
 from dask_cml.core.at_exit import no_longer_end_at_exit
 from dask_cml.core.messages import write_own_log
-from dask_cml.core.retirement import Retirements
-from dask_cml.core.view import View
-from dask_cml.core.workers import Workers, connected_names
+from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
 from dask_cml.protocol import Rank
@@ -56,8 +54,6 @@ class Ending:
     ----------
     cluster : CMLCluster
         The cluster.
-    processes, retirements, view
-        Its parts.
 
     Attributes
     ----------
@@ -65,12 +61,11 @@ class Ending:
         How it ends or has ended. None: it has not begun.
     """
 
-    def __init__(self, cluster: Any, processes: Workers, retirements: Retirements, view: View) -> None:
+    def __init__(self, cluster: Any) -> None:
         self.how: How | None = None
         self._name = cluster.options.name
         self._pid = os.getpid()
-        self._cluster, self._processes = cluster, processes
-        self._retirements, self._view = retirements, view
+        self._cluster = cluster
         self._task: asyncio.Task[None] | None = None
         #: What waits for a file system that hangs.
         self._writing: set[asyncio.Future[None]] = set()
@@ -175,8 +170,8 @@ class Ending:
 
     async def stop_waiting(self) -> None:
         """Stop waiting for launches, workers and sessions."""
-        await self._processes.close()
-        await self._retirements.close()
+        await self._cluster.processes.close()
+        await self._cluster.retirements.close()
 
     async def _leave_sessions(self) -> None:
         """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
@@ -214,11 +209,11 @@ class Ending:
 
     async def stop_all(self, sessions: Mapping[str, str]) -> None:
         """Stop all sessions, among them these, for another scheduler. The next step tries again."""
-        await self._processes.close_others()
-        await self._retirements.close()
+        await self._cluster.processes.close_others()
+        await self._cluster.retirements.close()
         for session, name in sessions.items():
             self._cluster.api.adopt(session, name)
-        await self._processes.stop({*self._cluster.api.live})
+        await self._cluster.processes.stop({*self._cluster.api.live})
 
     async def yield_sessions(self) -> None:
         """Leave the sessions to another process that keeps the cluster now, and stop nothing."""

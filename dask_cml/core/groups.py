@@ -332,14 +332,11 @@ class Groups:
 
     def workers(self, group: str | None = None) -> list[str]:
         """Return the names of the wanted workers of a group, or of all, the oldest first."""
-        if group is None:
-            return [*self._cluster.worker_spec]
-        specs = [*self._cluster.worker_spec.items()]
-        return [name for name, spec in specs if spec.get("worker_group", DEFAULT_GROUP) == group]
+        return [name for name, of in self.wanted().items() if group in (None, of)]
 
     def wanted(self) -> dict[str, str]:
         """Return the groups of the wanted workers by their names, the oldest first."""
-        specs = [*self._cluster.worker_spec.items()]
+        specs = [*self._cluster.worker_spec.items()]  # another thread may show them
         return {name: spec.get("worker_group", DEFAULT_GROUP) for name, spec in specs}
 
     def dask_workers(self, group: str | None = None) -> dict[str, list[str]]:

@@ -41,12 +41,11 @@ class Losses:
     ----------
     cluster : CMLCluster
         The cluster.
-    processes : Workers
-        Its sessions.
     """
 
-    def __init__(self, cluster: Any, processes: Workers) -> None:
-        self._cluster, self._processes = cluster, processes
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._processes: Workers = cluster.processes
         self._watch_interval: float = setting("api.watch-interval")
         #: When the platform has listed the sessions last.
         self._listed = -math.inf

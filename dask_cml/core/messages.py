@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from dask_cml import output
-from dask_cml.core.policy import Demand, unrunnable
+from dask_cml.core.policy import unrunnable
 from dask_cml.core.workers import Workers
 from dask_cml.output import get_logger
 from dask_cml.private_files import append
@@ -31,10 +31,6 @@ class Messages:
     ----------
     cluster : CMLCluster
         The cluster.
-    processes : Workers
-        Its sessions.
-    demand : Demand
-        Asks for the work.
 
     Attributes
     ----------
@@ -46,8 +42,9 @@ class Messages:
         Why no worker can run some tasks, as a clause. None if workers can run all.
     """
 
-    def __init__(self, cluster: Any, processes: Workers, demand: Demand) -> None:
-        self._cluster, self._processes, self._demand = cluster, processes, demand
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._processes: Workers = cluster.processes
         self.failure: str | None = None
         self.outage: str | None = None
         self.unrunnable: str | None = None
@@ -88,7 +85,7 @@ class Messages:
     async def _find_unrunnable(self) -> dict[str, str]:
         """Return the tasks that no worker can run, now or later, by their reasons."""
         cluster = self._cluster
-        snapshot = await self._demand.snapshot(max_age=timing.look)
+        snapshot = await self._cluster.demand.snapshot(max_age=timing.look)
         expected: set[str] = set()
         # Usually, no task is restricted, and a cluster may have thousands of workers.
         if snapshot.restricted:

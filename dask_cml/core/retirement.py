@@ -39,12 +39,11 @@ class Retirements:
     ----------
     cluster : CMLCluster
         The cluster.
-    processes : Workers
-        Its sessions.
     """
 
-    def __init__(self, cluster: Any, processes: Workers) -> None:
-        self._cluster, self._processes = cluster, processes
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._processes: Workers = cluster.processes
         self._limit: float = setting("retire-timeout")
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_cml.core.messages import Messages
-from dask_cml.core.retirement import Retirements
-from dask_cml.core.workers import Workers, connected_names
+from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError
 from dask_cml.sessions.session import Session
 from dask_cml.words import command
@@ -70,24 +68,15 @@ class View(Sessions):
     ----------
     cluster : CMLCluster
         The cluster.
-    processes, retirements, messages
-        Its parts.
     """
 
-    def __init__(
-        self,
-        cluster: Any,
-        processes: Workers,
-        retirements: Retirements,
-        messages: Messages,
-    ) -> None:
-        self._cluster, self._processes = cluster, processes
-        self._retirements, self._messages = retirements, messages
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
 
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        sessions = [process.session for process in self._processes.launched]
+        sessions = [process.session for process in self._cluster.processes.launched]
         return [session for session in sessions if session is not None]
 
     # -- what is wrong
@@ -95,7 +84,7 @@ class View(Sessions):
     @property
     def staying(self) -> Sequence[str]:
         """The workers that cannot be stopped now, because no other worker can take their data."""
-        return self._retirements.staying
+        return self._cluster.retirements.staying
 
     @property
     def not_stopped(self) -> str | None:
@@ -105,23 +94,23 @@ class View(Sessions):
     @property
     def gave_up(self) -> Mapping[str, str]:
         """Why no more workers of some groups are launched, until a user scales them."""
-        backoffs = self._processes.backoffs.items()
+        backoffs = self._cluster.processes.backoffs.items()
         return {group: backoff.words or "" for group, backoff in backoffs if backoff.gave_up}
 
     @property
     def shortages(self) -> Mapping[str, str]:
         """Why the platform has launched only some workers of some groups."""
-        backoffs = self._processes.backoffs.items()
+        backoffs = self._cluster.processes.backoffs.items()
         return {group: backoff.shortage for group, backoff in backoffs if backoff.shortage}
 
     @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
         problems = (
-            self._messages.failure,
-            self._messages.outage,
-            self._processes.problem,
-            self._retirements.words,
-            self._messages.unrunnable,
+            self._cluster.messages.failure,
+            self._cluster.messages.outage,
+            self._cluster.processes.problem,
+            self._cluster.retirements.words,
+            self._cluster.messages.unrunnable,
         )
         return next(filter(None, problems), None)
