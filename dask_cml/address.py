@@ -110,8 +110,7 @@ class CMLConnector(Connector):
         NoSuchCluster
             If no cluster has this name, it has ended, or its creator ended before its scheduler answered.
         OSError
-            If the scheduler cannot be reached, or has no keys and left no sign of life lately, or if the
-            record cannot be read now.
+            If the scheduler cannot be reached, or the record cannot be read now.
         ClusterEnded
             If this is a client's second connection, and the cluster has ended.
         """
@@ -134,9 +133,6 @@ class CMLConnector(Connector):
             raise
         scheduler = record.scheduler.address
         assert scheduler is not None
-        unsafe = await _in_thread(liveness.why_not_contacted, record)
-        if unsafe is not None:
-            raise OSError(f"not connected to cluster {record.name!r}: {unsafe}")
         _schedulers[address], _records[address] = scheduler, record.id
         security = record.get_security()
         if security is not None:
@@ -317,12 +313,9 @@ async def _running(name: str) -> Record:
             raise NoSuchCluster(f"cluster {name!r} has ended: {record.scheduler.closed}", name)
         if record.scheduler.address is not None:
             return record
-        if await _in_thread(liveness.is_abandoned, record):
-            raise NoSuchCluster(
-                f"the creator of cluster {name!r} ended before the scheduler answered: run "
-                f"{command('delete', name)}",
-                name,
-            )
+        why = await _in_thread(liveness.why_ended, record)
+        if why is not None:
+            raise NoSuchCluster(f"cluster {name!r} has ended: {why}; run {command('delete', name)}", name)
         scheduler = f"{record.id} {record.scheduler.number}"
         if scheduler not in _warned:  # Dask's error after the time-out does not say why
             _warned.add(scheduler)

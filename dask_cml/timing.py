@@ -64,8 +64,8 @@ class Timing:
     unreachable : float
         Time for which a scheduler must not be reached until the user is told.
     sign_of_life, silence : float
-        Time between two signs of life of a scheduler, the times of its file. Its silence after which a
-        scheduler that cannot be reached, and that the platform does not list here, counts as dead.
+        Time between two signs of life of a scheduler, the times of its file. Its silence after which users
+        are told, and nobody waits longer for its answer.
     """
 
     heartbeat: float = 2.0

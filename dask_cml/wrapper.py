@@ -181,7 +181,8 @@ def run(
     passes_notice : bool
         Whether the program moves its data when the platform is about to stop the session.
     gives_signs : bool
-        Whether to date the scheduler's file while the program runs, as a sign of life for other processes.
+        Whether to date the scheduler's file while the program runs, as a sign of life for other processes,
+        and to enter its end into the record, which proves it to those of other sessions.
     memory : int
         The session's memory in bytes. If it is nearly full, the log says so. 0: do not check.
     scratch : int
@@ -248,6 +249,8 @@ def run(
     keeping.join(_DRAIN)
     shutil.rmtree(temporary, ignore_errors=True)
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
+    if gives_signs:
+        _enter_end(cluster)
     if process.returncode:
         found = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
         lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
@@ -329,6 +332,22 @@ def _start(cluster: _Cluster, name: str, entry: str | None) -> str | None:
         except OSError as error:
             print(f"Session not entered into the record: {error!r}", flush=True)
     return None
+
+
+def _enter_end(cluster: _Cluster) -> None:
+    """Enter into the record that the session's program has ended. The file system may fail for a while."""
+    session, deadline = os.environ.get("CDSW_ENGINE_ID", ""), time.monotonic() + _GRACE
+    end = os.path.join(cluster.folder, "sessions", f"{session},ended,{int(time.time())},")
+    while session and time.monotonic() < deadline:
+        try:
+            _create(end)
+        except FileNotFoundError:  # its cluster was deleted
+            return
+        except OSError as error:
+            print(f"End not entered into the record: {error!r}", flush=True)
+            time.sleep(1.0)
+        else:
+            return
 
 
 def _why_over(cluster: _Cluster) -> str | None:

@@ -27,6 +27,7 @@ from clusters import (
     live,
     log_of,
     make,
+    manager,
     manages,
     name_of,
     rebuild,
@@ -50,6 +51,7 @@ from dask_cml.records import store
 from dask_cml.records.operations import end_all
 from dask_cml.records.record import Maker
 from dask_cml.scheduler import plugin
+from dask_cml.scheduler.resident import WHO
 from dask_cml.sharing import failover
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing.link import Link
@@ -179,14 +181,13 @@ async def in_another_session(it):
 
 
 @simulated
-async def test_a_lost_scheduler_that_leaves_the_list_is_replaced_after_its_silence(it):
+async def test_a_lost_scheduler_that_leaves_the_list_is_replaced_on_the_word_of_its_session(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1 and cluster.scheduler.is_listed)
         it.platform.set(cluster.sessions[0].id, listed=False)
-        it.platform.evict(cluster.sessions[0].id)
-        await asyncio.sleep(timing.silence - timing.sign_of_life)
-        assert scheduler_number(cluster) == 0
-        await eventually(lambda: scheduler_number(cluster) == 1, 60.0)
+        await asyncio.sleep(2 * timing.unlisted)
+        it.sessions.crash(cluster.sessions[0].id)
+        await eventually(lambda: scheduler_number(cluster) == 1, 30.0)
         await eventually(lambda: stands(it, cluster, 1))
 
 
@@ -228,6 +229,12 @@ async def test_a_remote_in_another_session_connects_to_the_next_scheduler_at_onc
         assert not is_keeper(other)
 
 
+def end_session(it, session):
+    """End a user's session, and so the worker sessions that it has launched. They get notice of that."""
+    it.sessions.crash(it.platform.running["lab-scheduler"])
+    it.platform.end_session(session)
+
+
 class Named(CMLCluster):
     """A cluster whose subclass names the workers."""
 
@@ -249,7 +256,7 @@ async def test_a_process_that_launches_the_next_scheduler_gives_no_name_again(it
         await eventually(lambda: len(it.platform.live) == 5)
         before = len(it.platform.all)
         creator.kill()
-        it.platform.end_session("anothersession00")
+        end_session(it, "anothersession00")
         await eventually(lambda: is_keeper(mine) and stands(it, mine, 4))
         assert len(it.platform.all) == before + 5
         assert "another session" not in log_of(mine)
@@ -372,15 +379,41 @@ async def test_a_scheduler_that_is_not_listed_here_is_not_replaced_while_its_eve
 
 
 @simulated
-async def test_a_scheduler_that_is_not_listed_here_is_replaced_after_two_minutes_without_any_sign(it):
-    """Nothing better than silence exists for a process to which nobody lists the session."""
+async def test_a_scheduler_that_crashed_is_replaced_at_once_from_another_session(it):
     await create_and_kill(it, name="lab", n_workers=1)
     async with in_another_session(it) as other:
-        await eventually(lambda: arrived(other) == 1)
-        it.sessions.processes[other.sessions[0].id].freeze()
-        await eventually(lambda: scheduler_number(other) == 1 and is_connected(other))
-        await eventually(lambda: arrived(other) == 1)
+        await eventually(lambda: manager("lab") == WHO and arrived(other) == 1)
+        it.sessions.crash(other.sessions[0].id)
+        await eventually(lambda: scheduler_number(other) == 1, 15.0)
+        await eventually(lambda: is_connected(other) and arrived(other) == 1)
     await end_all(store.records())
+
+
+@simulated
+async def test_a_scheduler_that_vanishes_unlisted_is_replaced_as_soon_as_its_session_says_so(it):
+    await create_and_kill(it, name="lab", n_workers=1)
+    async with in_another_session(it) as other:
+        await eventually(lambda: manager("lab") == WHO and arrived(other) == 1)
+        lost = other.sessions[0].id
+        it.sessions.processes[lost].freeze()
+        it.platform.evict(lost)
+        await asyncio.sleep(3 * timing.silence)
+        assert scheduler_number(other) == 0
+        assert "not connected to the scheduler" in repr(other)
+        assert "Cluster lab not connected for" in log_of(other)
+        it.sessions.crash(lost)
+        await eventually(lambda: scheduler_number(other) == 1 and is_connected(other))
+    await end_all(store.records())
+
+
+@simulated
+async def test_a_process_of_another_session_that_does_not_keep_leaves_a_crashed_scheduler_to_the_keeper(it):
+    async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
+        await eventually(lambda: arrived(other) == 1)
+        it.sessions.crash(cluster.sessions[0].id)
+        await eventually(lambda: scheduler_number(other) == 1 and is_connected(other))
+        await eventually(lambda: stands(it, cluster, 1))
+        assert (is_keeper(cluster), is_keeper(other)) == (True, False)
 
 
 @simulated
@@ -509,7 +542,7 @@ async def test_a_remote_replaces_what_has_ended_with_the_keepers_session(it):
     async with rebuild("lab", shutdown_on_close=True) as mine:
         await eventually(lambda: arrived(mine) == 2)
         creator.kill()
-        it.platform.end_session(session)
+        end_session(it, session)
         await eventually(lambda: is_connected(mine) and stands(it, mine, 2))
         assert is_keeper(mine)
         assert limits(mine) == (2, 3)
@@ -846,7 +879,7 @@ async def test_another_scheduler_at_the_old_address_is_not_taken_for_the_lost_on
     async with Scheduler(dashboard=False, port=0, host="127.0.0.1") as stranger:
         link = Link("me", "mine", "somebody")
         link.address = stranger.address
-        assert not await failover.Failover(None, link, None)._answers(record)
+        assert not await failover.Failover(link, None)._answers(record)
         with pytest.raises(CMLError, match="belongs to another cluster"):
             await link.join(stranger.address, None, record.id)
 

@@ -11,17 +11,15 @@ import time
 
 import dask
 import pytest
-from clusters import make, new_record, sessions, write_record
+from clusters import new_record, sessions
 from distributed.security import Security
 from schedulers import RECORD, prepare, scheduler_in
 
-from dask_cml import CMLError
 from dask_cml.layout import scheduler_file
 from dask_cml.protocol import HELLO
 from dask_cml.records import liveness, operations
-from dask_cml.records.liveness import State, is_alive, judge, look, silence
+from dask_cml.records.liveness import State, judge, look, silence
 from dask_cml.records.record import Maker, Present, SchedulerState
-from dask_cml.records.store import records
 
 GONE = Maker("elsewhere", 1, 1.0, "gone")
 
@@ -81,6 +79,10 @@ class Listing:
         if self.status is None:
             raise OSError("the platform does not answer")
         return {"s": {"id": "s", "status": self.status}}
+
+
+async def is_alive(record, timeout=5):
+    return (await look([record], timeout))["a"].state is State.ALIVE
 
 
 async def found(record, listed="running", timeout=60):
@@ -268,6 +270,35 @@ async def test_an_unreachable_scheduler_is_dead_at_once_if_it_has_closed(cluster
     assert await state_of(cluster(unreachable, silence=1, closed="orphaned"), None) is State.DEAD
 
 
+@pytest.mark.parametrize(
+    ("creator", "listed", "expected", "words"),
+    [
+        ("ended", None, State.DEAD, "the program of its scheduler's session s has ended"),
+        ("elsewhere", None, State.UNKNOWN, "a process of another session may replace its scheduler"),
+        ("runs", None, State.UNKNOWN, "its creator still runs"),
+        ("elsewhere", "failed", State.DEAD, "its scheduler's session s has ended"),
+    ],
+)
+async def test_the_word_of_a_schedulers_session_proves_its_end(
+    cluster, unreachable, creator, listed, expected, words
+):
+    this = Maker.this_process()
+    maker = {"ended": dataclasses.replace(this, started=1.0), "elsewhere": GONE, "runs": this}[creator]
+    record = cluster(unreachable, silence=1, maker=maker)
+    ended = dataclasses.replace(record, ended=sessions(s="scheduler"))
+    finding = await found(ended, listed, timeout=0.5)
+    assert finding.state is expected
+    assert words in finding.why
+
+
+async def test_a_session_that_is_listed_as_running_outweighs_the_word_of_its_program(cluster, unreachable):
+    """Its workers may be stopped with it: the platform says so a moment later."""
+    maker = dataclasses.replace(Maker.this_process(), started=1.0)
+    ended = dataclasses.replace(cluster(unreachable, silence=1, maker=maker), ended=sessions(s="scheduler"))
+    assert liveness.why_ended(ended) is not None
+    assert liveness.why_ended(ended, {"s": {"id": "s", "status": "running"}}) is None
+
+
 async def test_a_scheduler_that_said_why_it_closed_is_believed_before_the_end_of_its_session(
     cluster, unreachable
 ):
@@ -331,7 +362,7 @@ def test_a_pipe_in_place_of_a_sign_of_life_blocks_no_process(state):
     [
         (1, None, State.ALIVE, ""),
         (1, "orphaned", State.DEAD, "its scheduler has closed: orphaned"),
-        (None, None, State.UNKNOWN, "it has no keys, and its scheduler has left no sign of life lately"),
+        (None, None, State.UNKNOWN, "has left no sign of life lately"),
         (3600, None, State.UNKNOWN, "has left no sign of life for 60 min"),
     ],
 )
@@ -342,17 +373,4 @@ async def test_a_cluster_without_keys_is_judged_by_its_files_and_sent_nothing(
         finding = await found(cluster(f"tcp://{address}", silent, security=None, closed=closed), listed=None)
         assert finding.state is expected
         assert words in finding.why
-    assert received == []
-
-
-async def test_without_keys_and_without_a_sign_of_life_a_program_at_the_address_is_sent_nothing(platform):
-    async with impostor() as (address, received):
-        scheduler = SchedulerState(address=f"tcp://{address}")
-        record = new_record("a", maker=GONE, scheduler=scheduler, options={"platform": "local"})
-        sign = write_record(record) / scheduler_file(0)
-        os.utime(sign, (0, sign.stat().st_mtime - 3600))
-        [row] = await operations.describe(records())
-        assert row["status"] == "not answering"
-        with pytest.raises(CMLError, match=r"it has no keys.*run `dask cml delete a`"):
-            await make(name="a", create_mode="connect")
     assert received == []

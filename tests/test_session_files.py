@@ -12,6 +12,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize
+from dask_cml.records.entries import end_file
 from dask_cml.records.store import (
     claim,
     read,
@@ -149,6 +150,9 @@ def test_an_ended_session_keeps_its_last_known_state(state):
     end(record, "session-1", at=LAUNCHED + 80)
     (state / "a" / SESSIONS_FOLDER / "stray").touch()
     assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 80)}
+    # The session itself says when, and the keeper why.
+    write_sessions(record, [], [end_file("session-1", LAUNCHED + 95, "out of memory")])
+    assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 80, cause="out of memory")}
     assert remove(record) == {}
 
 

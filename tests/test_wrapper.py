@@ -95,6 +95,24 @@ def test_a_program_may_close_its_output_before_its_end(tmp_path):
         wrapper.run([sys.executable, "-c", code], str(tmp_path / "log"), "it", str(tmp_path))
 
 
+def test_the_end_of_a_schedulers_program_is_entered_into_the_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "session-1")
+    (tmp_path / "sessions").mkdir()
+    code = "import os; os.kill(os.getpid(), 9)"
+    for gives_signs in False, True:
+        with pytest.raises(RuntimeError, match="exit status -9"):
+            wrapper.run(
+                [sys.executable, "-c", code],
+                str(tmp_path / "log"),
+                "it",
+                str(tmp_path),
+                scheduler_file="scheduler-0.json",
+                gives_signs=gives_signs,
+            )
+        names = [path.name for path in (tmp_path / "sessions").iterdir()]
+        assert [name.rsplit(",", 2)[0] for name in names] == ["session-1,ended"] * gives_signs
+
+
 # -- a log's limit
 
 #: What the logs of these tests keep of their beginning and of their end, in bytes.

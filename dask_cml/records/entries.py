@@ -120,7 +120,8 @@ def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | 
     for name in sorted(names, reverse=True):  # of two ends, the first counts
         match = _END.fullmatch(name)
         if match is not None:
-            end = {"ended": int(match[1]), "cause": match[2].replace("-", " ")}
+            # The session itself knows no cause.
+            end = {"ended": int(match[1]), "cause": match[2].replace("-", " ") or end.get("cause", "")}
             continue
         try:
             launches.append(parse(name, cluster))

@@ -18,7 +18,7 @@ from dask_cml.records.record import Record
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
-from dask_cml.words import command, format_duration
+from dask_cml.words import format_duration
 
 logger = get_logger(__name__)
 
@@ -75,28 +75,27 @@ def silence(record: Record) -> float | None:
         return None
 
 
-def spoke_lately(record: Record, if_unknown: bool = False) -> bool:
-    """Return whether a scheduler of a cluster has left a sign of life in the last two minutes. Blocks.
-
-    Parameters
-    ----------
-    record : Record
-        The cluster's record.
-    if_unknown : bool
-        What to return if the file system does not say.
-    """
+def _spoke_lately(record: Record) -> bool:
+    """Return whether a scheduler may have left a sign of life in the last two minutes. Blocks."""
     try:
         silent = silence(record)
-    except OSError:
-        return if_unknown
+    except OSError:  # the file system does not say
+        return True
     return silent is not None and silent < timing.silence
 
 
-def is_abandoned(record: Record, listing: Mapping[str, SessionInfo] | None = None) -> bool:
-    """Return whether the process that was to launch a cluster's scheduler has ended before one can start.
+def why_ended(record: Record, listing: Mapping[str, SessionInfo] | None = None) -> str | None:
+    """Return the proof that a cluster's last scheduler has ended, as a clause. Return None if there is none.
 
-    A session that is launched may start later. If a scheduler has left a sign of life lately, another process
-    may launch the next one. Blocks.
+    It has ended if
+
+    - it has closed, by its file, or
+    - the platform lists its session as ended, or
+    - the platform does not list its session here, whose program says in the record that it has ended, or
+    - the process that was to launch it has ended before its session was launched.
+
+    No silence proves that, however long: the scheduler may be busy, frozen or unreachable, and its file
+    system may be full. Blocks.
 
     Parameters
     ----------
@@ -105,13 +104,27 @@ def is_abandoned(record: Record, listing: Mapping[str, SessionInfo] | None = Non
     listing : mapping of str to SessionInfo, optional
         The sessions that the platform lists here.
     """
-    if record.scheduler.address is not None or record.launcher.lives() is not False:
+    scheduler, listing = record.scheduler, listing or {}
+    if scheduler.closed is not None:
+        return f"its scheduler has closed: {scheduler.closed}"
+    if scheduler.address is None:
+        return "its creator ended before its scheduler answered" if _is_abandoned(record, listing) else None
+    session = scheduler.session or ""
+    if session in listing:
+        return f"its scheduler's session {session} has ended" if has_ended(listing[session]) else None
+    return f"the program of its scheduler's session {session} has ended" if session in record.ended else None
+
+
+def _is_abandoned(record: Record, listing: Mapping[str, SessionInfo]) -> bool:
+    """Return whether the process that was to launch a scheduler has ended before one can start.
+
+    A session that is launched may start later. If a scheduler has left a sign of life lately, another process
+    may launch the next one.
+    """
+    schedulers = [launch.id for launch in record.launches.values() if launch.key == SCHEDULER]
+    if record.launcher.lives() is not False:
         return False
-    for launch in record.launches.values():
-        listed = (listing or {}).get(launch.id)
-        if launch.key == SCHEDULER and (listed is None or not has_ended(listed)):
-            return False
-    return not spoke_lately(record, if_unknown=True)
+    return all(id in listing and has_ended(listing[id]) for id in schedulers) and not _spoke_lately(record)
 
 
 async def judge(
@@ -119,17 +132,11 @@ async def judge(
 ) -> dict[str, Finding]:
     """Find out which clusters are alive, which are dead, and which may be either.
 
-    A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* by proof alone:
-
-    - the scheduler has closed, by its file, or
-    - the platform lists the scheduler's session as ended, or
-    - another scheduler answers at its address, or
-    - its creator ended before a scheduler's session was launched.
-
-    Otherwise it is *unknown*, however long it is silent: the scheduler may be busy, frozen or unreachable,
-    and its file system may be full. A cluster with a dead scheduler is also unknown while its creator runs,
-    because the creator shuts it down, unless the scheduler's own session managed it last.
-    The platform lists a session only to its owner.
+    A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* by proof alone: its
+    scheduler has ended, see :func:`why_ended`, or another program answers at its address. Otherwise it is
+    *unknown*. So is a cluster with a dead scheduler while its creator runs or may run, which shuts it down or
+    replaces the scheduler, unless the scheduler's own session managed it last. The platform lists a session
+    only to its owner.
 
     A cluster without keys is judged by its files alone: another program may answer at its address.
 
@@ -152,8 +159,7 @@ async def judge(
     try:
         if looks:
             await asyncio.wait(looks.values(), timeout=_PROMPT)
-        running = [record for record in records if record.scheduler.closed is None]
-        doubtful = [record for record in running if not _is_known(looks[record.name])]
+        doubtful = [record for record in records if not _is_known(looks[record.name])]
         listing = await listed(doubtful, timeout, api)
         return {record.name: await _judge(record, looks[record.name], listing) for record in records}
     finally:
@@ -167,11 +173,10 @@ def _is_known(look: asyncio.Task[Finding]) -> bool:
 
 async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[str, SessionInfo]) -> Finding:
     """Judge a cluster. Do not wait for a scheduler that has ended by proof: Dask repeats its connection."""
-    if _is_known(look):
-        return look.result()
-    ended = await asyncio.to_thread(_judge_end, record, listing)
-    if ended is not None:
-        return ended
+    if not _is_known(look):
+        ended = await asyncio.to_thread(_judge_end, record, listing)
+        if ended is not None:
+            return ended
     finding = await look
     words = await asyncio.to_thread(_silence_words, record)
     return Finding(finding.state, words or finding.why) if finding.state is State.UNKNOWN else finding
@@ -179,31 +184,15 @@ async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[s
 
 def _judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | None:
     """Judge a cluster whose scheduler has ended. Return None if there is no proof of that. Blocks."""
-    dead = _why_dead(record, listing)
-    if dead is None:
+    why, scheduler, creator = why_ended(record, listing), record.scheduler, record.launcher
+    if why is None:
         return None
     # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
-    if record.launcher.lives() and record.scheduler.manager != WHO:
-        return Finding(State.UNKNOWN, f"{dead}, but its creator still runs, process {record.launcher.pid}")
-    return Finding(State.DEAD, dead)
-
-
-def _why_dead(record: Record, listing: Mapping[str, SessionInfo]) -> str | None:
-    """Return the proof that a cluster has ended, as a clause. Return None if there is none."""
-    scheduler = record.scheduler
-    if scheduler.closed is not None:
-        return _closed_words(scheduler.closed)
-    if scheduler.address is None:
-        ended = is_abandoned(record, listing)
-        return "its creator ended before its scheduler answered" if ended else None
-    session = listing.get(scheduler.session or "")
-    if session is not None and has_ended(session):
-        return f"its scheduler's session {scheduler.session} has ended"
-    return None
-
-
-def _closed_words(why: str) -> str:
-    return f"its scheduler has closed: {why}"
+    if creator.lives() and scheduler.manager != WHO:
+        return Finding(State.UNKNOWN, f"{why}, but its creator still runs, process {creator.pid}")
+    if creator.lives() is None and scheduler.closed is None and scheduler.session not in listing:
+        return Finding(State.UNKNOWN, f"{why}, but a process of another session may replace its scheduler")
+    return Finding(State.DEAD, why)
 
 
 def _silence_words(record: Record) -> str | None:
@@ -256,13 +245,15 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     listing : mapping of str to SessionInfo
         The result of :func:`listed`.
     """
-    ended = _judge_end(record, listing)
-    if ended is not None:
-        return ended
+    return _judge_end(record, listing) or _by_files(record)
+
+
+def _by_files(record: Record) -> Finding:
+    """Judge a cluster whose scheduler has not ended by proof. Blocks."""
     address = record.scheduler.address
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet")
-    if spoke_lately(record):
+    if _spoke_lately(record):
         return Finding(State.ALIVE)
     words = _silence_words(record)
     return Finding(State.UNKNOWN, words or f"its scheduler at {address} has left no sign of life lately")
@@ -283,29 +274,13 @@ async def look(records: Iterable[Record], timeout: float) -> dict[str, Finding]:
     return {record.name: finding for record, finding in zip(records, findings, strict=True)}
 
 
-async def is_alive(record: Record, timeout: float = 5.0) -> bool:
-    """Return whether a cluster's scheduler answers with the id in the record.
-
-    Parameters
-    ----------
-    record : Record
-        The cluster's record.
-    timeout : float
-        Time limit, in seconds. A scheduler that needs longer may still run; see :func:`judge`.
-    """
-    return (await look([record], timeout))[record.name].state is State.ALIVE
-
-
 async def _look_at(record: Record, timeout: float) -> Finding:
-    address, closed = record.scheduler.address, record.scheduler.closed
-    if closed is not None:
-        return Finding(State.UNKNOWN, _closed_words(closed))
-    if address is None:
-        return Finding(State.UNKNOWN, "its scheduler has not answered yet")
-    if record.security is None:
-        if await asyncio.to_thread(spoke_lately, record):
-            return Finding(State.ALIVE)
-        return Finding(State.UNKNOWN, "it has no keys, and its scheduler has left no sign of life lately")
+    address = record.scheduler.address
+    ended = await asyncio.to_thread(_judge_end, record, {})
+    if ended is not None:
+        return ended
+    if address is None or record.security is None:
+        return await asyncio.to_thread(_by_files, record)
     try:
         hello = await record.ask_scheduler(HELLO, timeout)
     except Exception as error:  # of Dask: the program there may speak another protocol
@@ -316,18 +291,3 @@ async def _look_at(record: Record, timeout: float) -> Finding:
     if hello.get("record") == record.id:
         return Finding(State.ALIVE)
     return Finding(State.DEAD, f"another scheduler answers at {address}")
-
-
-def why_not_contacted(record: Record) -> str | None:
-    """Return why to send nothing to the address in a record. Return None if its scheduler runs or has keys.
-
-    Without keys, another program that now has the address could answer, and pretend to be the scheduler.
-    Blocks while it waits for the file system.
-    """
-    if record.security is not None or record.maker.lives() or spoke_lately(record):
-        return None
-    return (
-        "it has no keys, and its scheduler has left no sign of life for two minutes. If it has ended, "
-        f"another program may have its address {record.scheduler.address}; if it runs, the disk may "
-        f"be full. If the cluster does not run any more, run {command('delete', record.name)}"
-    )

@@ -94,12 +94,11 @@ async def wait_until_running(record: Record) -> Record:
         except store.RecordUnreadable:  # for a moment, perhaps
             if time.monotonic() > deadline:
                 raise
-        if record.scheduler.address is not None and await liveness.is_alive(record):
+        finding = (await liveness.look([record], timeout=5.0))[name]
+        if finding.state is State.ALIVE:
             return record
-        if await asyncio.to_thread(liveness.is_abandoned, record):
-            raise CMLError(
-                f"the creator of cluster {name!r} ended before the scheduler answered: run {delete}"
-            )
+        if finding.state is State.DEAD:
+            raise CMLError(f"cluster {name!r} has ended: {finding.why}; run {delete}")
         if time.monotonic() > deadline:
             raise CMLError(
                 f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: to see why, run "

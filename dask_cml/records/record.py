@@ -292,7 +292,7 @@ class Record:
     @property
     def owner(self) -> str | None:
         """The id of the session that owns the cluster's sessions. None: outside of CML, all processes do."""
-        launch = self.launches.get(self.scheduler.session or "")
+        launch = {**self.ended, **self.launches}.get(self.scheduler.session or "")
         return self.maker.session if launch is None or launch.owner is None else launch.owner
 
     @property

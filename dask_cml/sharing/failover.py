@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dask_cml import protocol
 from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
@@ -17,7 +16,7 @@ from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.sessions.answers import SessionInfo
+from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
@@ -36,23 +35,11 @@ class SchedulerLost(Exception):
     """The cluster is over: it has lost its scheduler, and gets no other one. The message is the reason."""
 
 
-class Successor(Protocol):
-    """Connects a cluster to another scheduler, see :class:`dask_cml.sharing.sharing.Sharing`."""
-
-    async def follow_other(self, record: Record) -> None:
-        """Follow the last scheduler in the record, which another process has launched."""
-
-    async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
-        """Launch the next scheduler and all workers. Return False if another process does."""
-
-
 class Failover:
     """Finds out whether a silent scheduler has ended, and connects its cluster to another one then.
 
-    Silence is no end. A scheduler has ended if the platform lists its session as ended, or if the record says
-    so. If the platform lists its session as anything else, no silence is long enough. If the platform does
-    not list it here, the scheduler has ended if it neither answers nor dates its file for two minutes. To
-    the process in the scheduler's session, only the end of its standard input is a sign.
+    Silence is no end, see :func:`dask_cml.records.liveness.why_ended`. To the process in the scheduler's
+    session, only the end of its standard input is a sign.
 
     Each scheduler of a cluster has a number, and the process that creates the file for a number launches it.
     That is the keeper or, if the keeper has vanished, too, another process after some time. All processes
@@ -60,8 +47,6 @@ class Failover:
 
     Parameters
     ----------
-    successor : Successor
-        Follows the last scheduler, or launches the next one.
     link : Link
         Talks to the scheduler.
     cluster : CMLCluster
@@ -73,8 +58,8 @@ class Failover:
         Why the scheduler is not reached. None if it is.
     """
 
-    def __init__(self, successor: Successor, link: Link, cluster: CMLCluster) -> None:
-        self._successor, self._link, self._cluster = successor, link, cluster
+    def __init__(self, link: Link, cluster: CMLCluster) -> None:
+        self._link, self._cluster = link, cluster
         self.begin_anew()
 
     # -- what the user is told
@@ -131,38 +116,28 @@ class Failover:
     async def _why_lost(self, known: Record) -> str | None:
         """Return why the scheduler has ended. Return None without a proof."""
         record, scheduler = await self._read(known), self._cluster.scheduler
+        assert scheduler is not None
+        if self._cluster._rank is Rank.RESIDENT:  # whose standard input ends with the scheduler
+            return None
         if record.scheduler.number > self._cluster.place.number:
             return "another process replaces it"
-        if (
-            self._cluster._rank is Rank.RESIDENT
-        ):  # whose standard input ends with the scheduler, however silent that is
-            return None
-        listing: Mapping[str, SessionInfo] | None = None
         with contextlib.suppress(CMLError):
             # A platform that hangs must not keep this process from connecting again.
             listing = await self._cluster.api.sessions_within(timing.listing)
-        if isinstance(scheduler, CMLScheduler):
             if listing is not None:
                 scheduler.update(listing)
-            if scheduler.has_ended:
-                return await self._why_it_ended(record, scheduler)
-            if scheduler.is_listed if listing is None else scheduler.session_id in listing:
-                return None
-        silent = time.monotonic() - self._link.heard
-        if silent <= timing.silence + timing.answer:
+        is_listed = scheduler.is_listed and not scheduler.is_missing
+        listed = {scheduler.session_id: scheduler.info} if is_listed or scheduler.has_ended else {}
+        why = await asyncio.to_thread(liveness.why_ended, record, listed)
+        if why is None:
             return None
-        if await asyncio.to_thread(liveness.spoke_lately, record, if_unknown=True):
-            return None
-        return f"its scheduler has been silent for {timing.silence:g} s"
-
-    async def _why_it_ended(self, record: Record, scheduler: CMLScheduler) -> str:
-        if scheduler.info.get("status") in ("succeeded", "stopped"):
+        if scheduler.info.get("status") != "failed":
             for _ in range(10):  # another process that deletes the cluster removes its record next
                 await self._read(record)
                 await asyncio.sleep(timing.goodbye / 10)
         if await self._were_all_stopped(scheduler):
             raise SchedulerLost("somebody stopped all its sessions, as `stop_workers()` of CML does")
-        return await scheduler.failure("ended")
+        return await scheduler.failure("ended") if scheduler.has_ended else why
 
     async def _were_all_stopped(self, scheduler: CMLScheduler) -> bool:
         """Return whether somebody has stopped the scheduler's session together with all worker sessions.
@@ -227,50 +202,42 @@ class Failover:
             last = record.scheduler
             if last.number != number:
                 number, since = last.number, time.monotonic()
-            waited = time.monotonic() - since
             is_next = number > cluster.place.number
             if is_next and last.protocol not in (None, protocol.PROTOCOL):
-                self.note(
-                    f"its next scheduler speaks protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
-                )
-            elif (is_next or unreached) and last.address is not None:
-                await self._successor.follow_other(record)
+                spoken = f"protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
+                self.note(f"its next scheduler speaks {spoken}")
+                await asyncio.sleep(timing.retry)
+                continue
+            if (is_next or unreached) and last.address is not None:
+                await self._cluster.sharing.follow_other(record)
                 return
-            elif not (is_next and self._may_start(last, waited)) and self._may_launch(waited):
+            if self._is_to_launch(last, time.monotonic() - since):
+                # A file system may fail between the claim of this process and its launch.
+                not_lost = refused or (is_next and last.keeper == self._link.id)
+                refused = False
                 try:
-                    # A file system may fail between the claim of this process and its launch.
-                    not_lost = refused or (is_next and last.keeper == self._link.id)
                     if await self._answers(record) or await self._launch_next(record, why, not_lost):
                         return
-                    refused = False
-                except SchedulerTimeout as error:  # it may answer later, also to other processes
-                    why, refused, unreached = str(error), False, True
-                except LaunchRefused as error:
-                    why, refused = str(error), time.monotonic() - begin < cluster.options.pending_timeout
-                except CMLError as error:
-                    why, refused = str(error), False
-                    logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
                 except SchedulerLost:
                     raise
                 except Exception as error:  # the platform's library may raise anything
-                    why, refused = repr(error), False
-                    logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
-                self.note(why)
-            else:
-                self.note(why)
+                    why = str(error) if isinstance(error, CMLError) else repr(error)
+                    logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
+                    unreached = isinstance(error, SchedulerTimeout)  # it may answer later
+                    if isinstance(error, LaunchRefused):
+                        refused = time.monotonic() - begin < cluster.options.pending_timeout
+            self.note(why)
             await asyncio.sleep(timing.retry)
 
-    def _may_launch(self, waited: float) -> bool:
+    def _is_to_launch(self, last: SchedulerState, waited: float) -> bool:
         """Return whether this process launches the next scheduler if nobody else has done so until now."""
-        may_succeed = self._link.rank in (Rank.OWNER, Rank.USER)
-        return self._cluster._is_keeper or (may_succeed and waited > timing.succession)
-
-    def _may_start(self, last: SchedulerState, waited: float) -> bool:
-        """Return whether another process launches the scheduler, which has time left to start."""
-        if last.keeper == self._link.id:  # that is this process, which does not launch it any more
-            return False
-        patience = self._cluster.options.pending_timeout + self._cluster.options.scheduler_timeout
-        return waited < patience and (last.maker is None or last.maker.lives() is not False)
+        if last.number > self._cluster.place.number and last.keeper != self._link.id:
+            patience = self._cluster.options.pending_timeout + self._cluster.options.scheduler_timeout
+            if waited < patience and (last.maker is None or last.maker.lives() is not False):
+                return False  # another process launches it, and it has time left to start
+        # The process in the scheduler's session ends with that. Another keeper goes first.
+        is_orphaned = last.manager == WHO or waited > timing.succession
+        return self._cluster._is_keeper or (is_orphaned and self._link.rank in (Rank.OWNER, Rank.USER))
 
     async def _answers(self, record: Record) -> bool:
         """Return whether the scheduler answers, although its session seems to have ended."""
@@ -299,8 +266,6 @@ class Failover:
             If too many schedulers were lost in a row.
         """
         limit, restarts = setting("scheduler-restarts"), record.scheduler.restarts
-        if self._cluster._rank is Rank.RESIDENT:  # this process ends with the scheduler's session
-            limit = 0
         if not_lost:
             await asyncio.sleep(setting("quota-retry"))
         else:
@@ -313,4 +278,4 @@ class Failover:
         latest = await self._read(record, why)
         if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
             return False
-        return await self._successor.launch_next(record, why, restarts, limit)
+        return await self._cluster.sharing.launch_next(record, why, restarts, limit)

@@ -109,7 +109,7 @@ class Sharing:
             options.name, maker=maker or Maker.this_process(), folder=cluster.place.folder
         )
         self.link = Link(secrets.token_hex(8), options.name, self.who)
-        self.failover = Failover(self, self.link, cluster)
+        self.failover = Failover(self.link, cluster)
         #: A programming error at the last look at the board, as a clause.
         self._failure: str | None = None
         self._keeper: Keeper | None = None
@@ -279,15 +279,12 @@ class Sharing:
         cluster._take_options(Options.of_running(name, record.options, **own))
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
-        if why := await asyncio.to_thread(liveness.why_not_contacted, record):
-            raise CMLError(f"not connected to cluster {name!r}: {why}")
-        if record.security is not None:
-            finding = (await liveness.judge([record], api=cluster.api))[name]
-            if finding.state is liveness.State.DEAD:
-                raise CMLError(
-                    f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
-                    f"left of it, run {command('delete', name)}"
-                )
+        finding = (await liveness.judge([record], api=cluster.api))[name]
+        if finding.state is liveness.State.DEAD:
+            raise CMLError(
+                f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
+                f"left of it, run {command('delete', name)}"
+            )
         self._follow_role(Report())
         self._enter(record)
         try:

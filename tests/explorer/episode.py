@@ -349,6 +349,11 @@ class Episode:
         self.platform.configure(None)
         self.platform.heal()
         self.world.files.stale = False
+        ended = [session for session in self.platform.all.values() if not session.live]
+        for session in ended:
+            # To a notebook in another session, nothing else proves that a scheduler has ended.
+            if session.key == "scheduler" and session.id in self.world.sessions.processes:
+                self.world.sessions.crash(session.id)
 
     # -- the end
 

@@ -11,7 +11,6 @@ from clusters import (
     arrived,
     create_elsewhere,
     cut_off,
-    is_keeper,
     manager,
     rebuild,
     simulate,
@@ -50,16 +49,12 @@ async def test_a_cluster_at_night_survives_minutes_in_which_its_scheduler_is_fro
     await (await rebuild("night")).shutdown()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="where the platform does not list the scheduler, two minutes of silence count as its end",
-)
 @simulated
 async def test_a_notebook_in_another_session_does_not_replace_a_scheduler_that_is_frozen(it: World) -> None:
     creator = await create_elsewhere(it, env=ELSEWHERE, name="lab", security=True, n_workers=1)
     async with rebuild("lab") as cluster:
         creator.kill()
-        await eventually(lambda: is_keeper(cluster) and arrived(cluster) == 1)
+        await eventually(lambda: manager("lab") == SCHEDULERS_SESSION and arrived(cluster) == 1)
         before = {**it.platform.running}
         it.process_of("lab-scheduler").pause(200.0)
         await asyncio.sleep(260.0)

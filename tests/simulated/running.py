@@ -101,6 +101,13 @@ class RunningSessions:
         self.processes[session_id].freeze()
         self._loop.call_later(1.0, self._platform.evict, session_id)
 
+    def crash(self, session_id: str) -> None:
+        """Kill the program of a session, which the session outlives for as long as it takes to say so."""
+        session, process = self._platform.all[session_id], self.processes[session_id]
+        process.kill()
+        kernel = self._make_process(f"kernel of {session_id}", process.env)
+        self._keep(kernel.start(self._end(session)))
+
     def cut_off(self, session_id: str, seconds: float, refuses: bool = False) -> None:
         """Break the network of a session for some seconds; see :meth:`.SimulatedProcess.cut_off`."""
         self.processes[session_id].cut_off(seconds, refuses)
@@ -164,6 +171,12 @@ class RunningSessions:
             failed = program.cancelled() or program.exception() is not None
             session.reach("stopped" if session.stop_requested else "failed" if failed else "succeeded")
 
+    async def _end(self, session: SimulatedSession) -> None:
+        arguments = program_of(session.code)
+        assert arguments is not None
+        await self._enter_end(arguments)
+        session.reach("failed")
+
     async def _stop(self, session: SimulatedSession) -> None:
         """Give the program notice, and some seconds to end."""
         process = self.processes.get(session.id)
@@ -206,8 +219,13 @@ class RunningSessions:
             if arguments.get("gives_signs"):
                 self._soon(lambda: self._keep(self._give_signs(session, cluster)))
             await self._schedule(session, command, options)
+            await self._enter_end(arguments)
         else:
             await self._work(session, arguments, options)
+
+    async def _enter_end(self, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("gives_signs"):
+            await asyncio.to_thread(wrapper._enter_end, wrapper._Cluster(arguments["folder"]))
 
     async def _schedule(self, session: SimulatedSession, command: list[str], options: dict[str, str]) -> None:
         preload = [command[i + 1] for i, word in enumerate(command) if word == "--preload"]
