@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 _KEPT, _LINES = 8192, 15
 #: Bytes that a log keeps of its beginning, and of its end. It is shortened when it is three times as long.
 _KEPT_OF_LOG = 50 * 2**20
-_OMITTED = re.compile(rb"\n\[([0-9]{1,18}) bytes omitted: .*\]\n")
+_OMITTED = b"\n[output omitted: a log keeps its beginning and its end]\n"
 #: Bytes that are copied at once.
 _PART = 2**18
 #: Seconds between two looks for a scheduler's file, and at its content.
@@ -97,15 +97,10 @@ class Log:
             size = os.fstat(file.fileno()).st_size
             if size < 3 * _KEPT_OF_LOG:  # a task has replaced it
                 return
-            file.seek(_KEPT_OF_LOG)
-            earlier = _OMITTED.match(file.read(_KEPT))
             source = file.seek(size - _KEPT_OF_LOG)
             source += len(file.readline(_KEPT_OF_LOG // 100))  # the rest of a line
-            omitted = source - _KEPT_OF_LOG
-            if earlier is not None:
-                omitted += int(earlier[1]) - len(earlier[0])
             file.seek(_KEPT_OF_LOG)
-            file.write(b"\n[%d bytes omitted: a log keeps its beginning and its end]\n" % omitted)
+            file.write(_OMITTED)
             target = file.tell()
             # To the end, and not to `size`: the keeper of the cluster may add a line meanwhile.
             while True:
