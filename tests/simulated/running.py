@@ -247,9 +247,14 @@ class RunningSessions:
     async def _give_signs(self, session: SimulatedSession, cluster: wrapper._Cluster) -> None:
         """Date the scheduler's file as the wrapper does, which a busy event loop does not keep from it."""
         process = self.processes[session.id]
+
+        def give_sign() -> None:
+            process.check()
+            wrapper._give_sign(cluster)
+
         with contextlib.suppress(Killed):
-            while session.live and process.state not in ("dead", "frozen"):
-                await asyncio.to_thread(process.call, wrapper._give_sign, cluster)
+            while session.live:
+                await asyncio.to_thread(process.call, give_sign)
                 await asyncio.sleep(wrapper._STATE_INTERVAL)
 
     async def _work(
