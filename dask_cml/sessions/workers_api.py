@@ -332,7 +332,7 @@ class WorkersAPI:
     # -- stop
 
     async def stop(self, *ids: str) -> None:
-        """Stop sessions, in one call. If the platform does not stop some of them, stop them one by one.
+        """Stop sessions, in one call. If the platform stops only some of them, stop them one by one.
 
         Raises
         ------
@@ -354,21 +354,15 @@ class WorkersAPI:
             first, *others = left() or ids
             return f"{first} and {len(others)} more" if others else first
 
-        limit = self._time_to_stop(ids)
         try:
-            try:
-                await self._calls.do("stop", what, lambda: self._stop_now(left()), limit)
-            except CallFailed as error:
-                if not isinstance(error.__cause__, NotAllStopped):
-                    raise
-                await self._calls.do("stop", what, lambda: self._stop_one_by_one(left()), limit)
+            await self._calls.do("stop", what, lambda: self._stop_now(left()), self._time_to_stop(ids))
         except CallFailed:
             if left():
                 raise
             self.settle("stop")  # an abandoned call has stopped them meanwhile
 
     def _stop_now(self, ids: Collection[str]) -> None:
-        """Stop sessions by one blocking call. Without ids, call nothing.
+        """Stop sessions by one blocking call or, if it stops only some, by one each. Without ids, do nothing.
 
         Raises
         ------
@@ -377,7 +371,13 @@ class WorkersAPI:
         """
         if not ids:  # the platform would stop all sessions of the user, including other work
             return
-        answers.check_stopped(ids, self.module.stop_workers(*ids))
+        try:
+            answers.check_stopped(ids, self.module.stop_workers(*ids))
+        except NotAllStopped:
+            if len(ids) == 1:
+                raise
+            self._stop_one_by_one(ids)
+            return
         self.forget(*ids)
         self._stopping.update(ids)
         with self._lock:
@@ -445,9 +445,7 @@ class WorkersAPI:
             limit = self._time_to_stop(self.live) / 2
             if hangs:
                 limit = max(deadline - time.monotonic(), self._calls.limit / 4)
-            is_last = pause is None or not any(map(may_pass, errors))
-            is_denied = is_last and any(isinstance(error, NotAllStopped) for error in errors)
-            errors = self._stop_live(limit, one_by_one=hangs or is_denied)
+            errors = self._stop_live(limit, one_by_one=hangs)
             is_late = hangs and time.monotonic() > deadline
             if pause is None or is_late or not any(map(may_pass, errors)):
                 break
