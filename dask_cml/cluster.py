@@ -32,7 +32,7 @@ from dask_cml.cancellation import cancel, end_of, wait_until_set, within
 from dask_cml.checks import group_name, message
 from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive
 from dask_cml.core.at_exit import end_at_exit
-from dask_cml.core.connection import Connection
+from dask_cml.core.connection import Connection, with_numbers
 from dask_cml.core.ending import Ending, How
 from dask_cml.core.groups import Groups
 from dask_cml.core.losses import Losses
@@ -64,7 +64,6 @@ from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import Phase, Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
-from dask_cml.validation import with_numbers
 from dask_cml.words import command, first_line, printable, printable_lines
 
 logger = get_logger(__name__)

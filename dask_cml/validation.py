@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,21 +42,3 @@ def validate(value: Any, kind: type[T], what: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:  # in some releases no ValueError
         raise ValueError(f"invalid {what}: {str(error)[:_LONGEST_ERROR]}") from None
-
-
-def with_numbers(workers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a scheduler's descriptions of Dask workers, with numbers where Dask and dask-labextension sum.
-
-    A number that is none becomes 0, as for a worker whose memory has no limit.
-
-    Examples
-    --------
-    >>> with_numbers({"tcp://10.0.0.1:1234": {"nthreads": 2, "memory_limit": None}})
-    {'tcp://10.0.0.1:1234': {'nthreads': 2, 'memory_limit': 0}}
-    """
-    numbers = {}
-    for address, info in workers.items():
-        summed = {name: info.get(name) for name in ("nthreads", "memory_limit")}
-        odd = {name: 0 for name, value in summed.items() if not isinstance(value, (int, float))}
-        numbers[address] = {**info, **odd}
-    return numbers

@@ -19,7 +19,7 @@ from dask_cml.checks import is_session_id, message
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
 from dask_cml.output import get_logger
-from dask_cml.sessions import answers
+from dask_cml.sessions import answers, labels
 from dask_cml.sessions.answers import CallFailed, NoAnswer, NotAllStopped, SessionInfo, has_ended, may_pass
 from dask_cml.sessions.calls import Calls, start
 from dask_cml.sessions.here import load_platform
@@ -33,15 +33,6 @@ logger = get_logger(__name__)
 _STOPPED_WITHIN = 30.0
 #: Number of sessions that one call stops within its time limit. The platform stops ten at once.
 _IN_TIME = 1000
-
-
-def _labels() -> Any:
-    """Return what finds labels by their names, which few sites need."""
-    from dask_cml.sessions import labels
-
-    return labels
-
-
 #: The sessions that this process has stopped on every platform, and that may not have ended.
 _stopping: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -143,8 +134,8 @@ class WorkersAPI:
         parameters = inspect.signature(self.module.launch_workers).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
-        ids = _labels().PARAMETERS
-        if unknown := sorted(name for name in names if ids.get(name, name) not in parameters):
+        known = labels.PARAMETERS
+        if unknown := sorted(name for name in names if known.get(name, name) not in parameters):
             raise ValueError(
                 f"invalid {argument} {', '.join(map(repr, unknown))}: expected parameters of the installed "
                 f"launch_workers: {', '.join(parameters)}"
@@ -160,8 +151,8 @@ class WorkersAPI:
         CMLError
             If the platform does not say the labels.
         """
-        if not _labels().PARAMETERS.keys().isdisjoint(options):
-            await self._calls.do("list", lambda: "labels", lambda: _labels().resolved(options, argument))
+        if not labels.PARAMETERS.keys().isdisjoint(options):
+            await self._calls.do("list", lambda: "labels", lambda: labels.resolved(options, argument))
 
     # -- launch
 
@@ -211,7 +202,7 @@ class WorkersAPI:
 
     def _ask_for(self, plan: SessionPlan) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
-        options = {**asdict(plan.size), **_labels().resolved(plan.launch_options)}
+        options = {**asdict(plan.size), **labels.resolved(plan.launch_options)}
         # Not every release documents it, or has it.
         if "name" in inspect.signature(self.module.launch_workers).parameters:
             options["name"] = plan.title

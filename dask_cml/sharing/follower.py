@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from distributed.objects import SchedulerInfo
 
+from dask_cml.core.connection import with_numbers
 from dask_cml.core.view import Sessions
 from dask_cml.errors import CMLError
 from dask_cml.sessions.session import Session
 from dask_cml.sharing.link import BoardState, Link
 from dask_cml.sharing.report import Report
-from dask_cml.validation import with_numbers
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
