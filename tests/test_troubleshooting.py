@@ -26,7 +26,6 @@ from testbed import faults
 
 import dask_cml
 from dask_cml import (
-    ClusterExists,
     CMLCluster,
     CMLError,
     LaunchRefused,
@@ -200,7 +199,6 @@ def test_the_page_lists_the_failures_of_a_start(platform, seen):
 @pytest.mark.slow
 @provokes(
     "Cluster is starting",
-    "ClusterExists",
     "NoSuchCluster",
     "the scheduler of cluster does not answer",
     "Timed out trying to connect",
@@ -212,7 +210,6 @@ def test_the_page_lists_the_errors_about_names(platform, seen, caplog, capsys):
     fails(seen, OSError, lambda: Client("cml://night", timeout="0.5 s"))
     store.remove(store.read("night"))
     with make():
-        fails(seen, ClusterExists, make)
         fails(seen, NoSuchCluster, lambda: connect("day"))
         record = store.read("night")
         gone = replace(record.scheduler, address="tls://127.0.0.1:1")  # where nothing listens

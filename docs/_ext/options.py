@@ -42,12 +42,14 @@ class OptionEntry(ConfigurationValue):
     option_spec: ClassVar = {**ConfigurationValue.option_spec, "argument": directives.unchanged_required}
 
     def transform_content(self, content: desc_content) -> None:
-        """Insert the argument before the type and the default."""
-        super().transform_content(content)
-        if argument := self.options.get("argument"):
-            name = nodes.paragraph("", "", nodes.literal("", argument))
-            field = nodes.field("", nodes.field_name("", "Argument"), nodes.field_body("", name))
-            content[0].insert(0, field)
+        """Insert a line with the argument, the type and the default."""
+        line = nodes.paragraph(classes=["facts"])
+        for fact in ("argument", "type", "default"):
+            if text := self.options.get(fact):
+                words, _messages = self.parse_inline(text, lineno=self.lineno)
+                line += nodes.inline("", "", nodes.Text(f"{fact.capitalize()}: "), *words, classes=["fact"])
+                line += nodes.Text(" ")
+        content.insert(0, line)
 
 
 def lines() -> Iterator[str]:
@@ -62,10 +64,9 @@ def described(option: Option) -> Iterator[str]:
     """Yield the lines that describe an option."""
     yield f"```{{confval}} cml.{option.key}"
     if option.is_argument:
-        yield f":argument: {option.name}"
+        yield f":argument: `{option.name}`"
     yield f":type: {type_name(option)}"
-    if option.default not in (None, [], {}):
-        yield f":default: `{json.dumps(option.default)}`"
+    yield f":default: `{'None' if option.default is None else json.dumps(option.default)}`"
     yield ""
     configuration_only = "" if option.is_argument else " *Configuration only.*"
     yield f"{option.description}{configuration_only}"
