@@ -7,15 +7,12 @@ not import dask-cml.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
-from weakref import WeakSet
 
 from distributed.client import Client, FutureState
 from distributed.comm.addressing import get_address_host, parse_address
@@ -45,15 +42,9 @@ _POLL_INTERVAL = 0.5
 RECONNECT_TIMEOUT, _RETRY = 300.0, 0.1
 #: Seconds before the first search for the client that connects, and before the last search. Pauses double.
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
-#: Whether Dask connects in a task of its own, so that a connection does not know which task waits for it.
-_CONNECTS_IN_A_TASK = sys.version_info < (3, 11)
 #: Whether Dask's errors of cancelled futures have a reason.
 _CANCELS_WITH_REASON = "reason" in inspect.signature(FutureState.cancel).parameters
 _warned: set[str] = set()
-#: The clients that have been connected.
-_connected: WeakSet[Client] = WeakSet()
-#: The clients whose user knows that their cluster has ended.
-_informed: WeakSet[Client] = WeakSet()
 #: The last connections by address.
 _connections: dict[str, object] = {}
 #: The schedulers' last known addresses, by their clusters' addresses.
@@ -111,26 +102,8 @@ class CMLConnector(Connector):
             If no cluster has this name, it has ended, or its creator ended before its scheduler answered.
         OSError
             If the scheduler cannot be reached, or the record cannot be read now.
-        ClusterEnded
-            If this is a client's second connection, and the cluster has ended.
         """
-        try:
-            record = await _running(unquote(address))
-        except NoSuchCluster as error:
-            clients = [client for client in _clients(address) if client in _connected]
-            clients = [client for client in clients if client.status == "connecting"]
-            if not clients:
-                raise
-            end = await _in_thread(why_ended, _records[address]) or str(error)
-            _log_end(unquote(address), end, clients)
-            # The task of Client._handle_report (client.py:1735) is the one that connects again.
-            reconnects = any(client._handle_report_task is asyncio.current_task() for client in clients)
-            if reconnects or _CONNECTS_IN_A_TASK:
-                raise ClusterEnded(str(error)) from error
-            for client in clients:  # this is another connection
-                if client.loop is not None:
-                    client.loop.add_callback(client._close, fast=True)
-            raise
+        record = await _running(unquote(address))
         scheduler = record.scheduler.address
         assert scheduler is not None
         _schedulers[address], _records[address] = scheduler, record.id
@@ -175,12 +148,10 @@ async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
         raise OSError(f"not connected: {error}") from error
 
 
-def _log_end(name: str, why: str, clients: Collection[Client]) -> None:
-    """Log why the cluster of clients has ended. A client of a cluster object leaves it to that object."""
-    for client in clients:
-        if client.cluster is None and client not in _informed:
-            _informed.add(client)
-            logger.warning("Client disconnected from cluster %s, which has ended: %s", name, why)
+def _log_end(client: Client, name: str, why: str) -> None:
+    """Log why the cluster of a client has ended. A client of a cluster object leaves it to that object."""
+    if client.cluster is None:
+        logger.warning("Client disconnected from cluster %s, which has ended: %s", name, why)
 
 
 def _prepare_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
@@ -197,7 +168,6 @@ def _prepare_clients(address: str, security: Security | None, connection_args: d
         for client in _clients(address):
             if security is not None and not client.connection_args.get("ssl_context"):
                 compat.give_keys(client, security, connection_args)
-            _connected.add(client)
             if client.id not in prepared and client.status == "running":
                 prepared.add(client.id)
                 _close_at_end(client, unquote(address))
@@ -214,7 +184,7 @@ def _close_at_end(client: Client, name: str) -> None:
     async def close(event: tuple[float, Mapping[str, Any]]) -> None:
         _, message = event
         why = str(message.get("reason"))
-        _log_end(name, why, [client])
+        _log_end(client, name, why)
         _cancel_futures(client, f"cluster {name} has ended: {why}")
         await client._close()
 
@@ -252,6 +222,8 @@ def _cancel_futures(client: Client, why: str) -> None:
 async def _ensure_connected(client: Client, timeout: float | None = None) -> None:
     """Connect a client. If it was connected before, wait longer for its cluster's next scheduler.
 
+    If the cluster has ended meanwhile, let the client close.
+
     Client._reconnect (client.py:1529) has the time limit of the client, which is also that of scatter(),
     close() and restart().
     """
@@ -260,13 +232,15 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
     if not (has_begun and address.startswith(f"{SCHEME}://")):
         await _dask_ensure_connected(client, timeout)
         return
-    name, number, patience, deadline = unquote(address.partition("://")[2]), None, 0.0, math.inf
+    location, number, patience, deadline = address.partition("://")[2], None, 0.0, math.inf
+    name = unquote(location)
     while client.status == "connecting":  # it may be closed meanwhile
         record = await _in_thread(store.find, name)
         if number is None or (record is not None and record.scheduler.number > number):
             # The next one has the whole time again, as for the processes that launch it.
             number = -1 if record is None else record.scheduler.number
-            patience = max(client._timeout, RECONNECT_TIMEOUT + _start_timeout(record))
+            start = 0.0 if record is None else record.start_timeout
+            patience = max(client._timeout, RECONNECT_TIMEOUT + start)
             deadline = time.monotonic() + patience
         time_left = deadline - time.monotonic()
         if time_left <= 0:
@@ -275,15 +249,12 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
         try:
             await _dask_ensure_connected(client, min(time_left, RECONNECT_TIMEOUT))
             return
+        except NoSuchCluster as error:
+            end = await _in_thread(why_ended, _records[location])
+            _log_end(client, name, end or str(error))
+            raise ClusterEnded(str(error)) from error
         except (OSError, asyncio.TimeoutError):
             await asyncio.sleep(_RETRY)
-
-
-def _start_timeout(record: Record | None) -> float:
-    """Return how long the start of a cluster's next scheduler may take, in seconds."""
-    with contextlib.suppress(ValueError, TypeError):
-        return 0.0 if record is None else record.start_timeout
-    return 0.0
 
 
 _dask_ensure_connected = compat.connect_clients_by(_ensure_connected)

@@ -22,6 +22,7 @@ from dask_cml import CMLCluster, CMLError, NoSuchCluster, address
 from dask_cml.address import CMLBackend, CMLConnector, load_security
 from dask_cml.local import processes as local_processes
 from dask_cml.options import state_directory
+from dask_cml.protocol import END
 from dask_cml.records import store
 from dask_cml.records.record import Maker, Record, SchedulerState, cluster_address
 from dask_cml.sessions import tls
@@ -291,7 +292,7 @@ async def test_a_client_whose_cluster_is_gone_closes_at_once(platform, caplog, h
     async with scheduler() as running:
         lead_to(running, "gone")
         async with Client("cml://gone", asynchronous=True) as client:
-            await holds(lambda: client in address._connected)
+            await holds(lambda: END in client._event_handlers)
             store.remove(store.read("gone"))
             await running.close()
             await holds(lambda: client.status == "closed")
@@ -360,7 +361,7 @@ async def test_a_client_that_connects_often_is_looked_for_a_few_times(platform, 
             n = len(looks)
             await holds(lambda: len(looks) >= n + 5)
             assert len(looks) <= 10 * len(connections)
-            assert client in address._connected
+            await holds(lambda: END in client._event_handlers)
 
 
 WAITING = """

@@ -832,7 +832,7 @@ async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(p
         Client("cml://lab", asynchronous=True, timeout="15 minutes") as patient,
     ):
         clients = first, second, patient
-        await holds(lambda: address._connected.issuperset(clients))
+        await holds(lambda: all(protocol.END in client._event_handlers for client in clients))
         await cluster.close()
         await holds(lambda: {client.status for client in clients} == {"closed"})
 
