@@ -63,9 +63,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
         finding = (await liveness.judge([old], api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
-    errors = await _end_all([old])
-    error = errors[old.name]
-    if error is not None:
+    if (error := (await _end_all([old]))[old.name]) is not None:
         raise error
     await to_the_end(store.claim, record, board)
 
@@ -299,8 +297,6 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
     try:
         latest = call_within(timing.files, store.refreshed, record)
         stop({**record.sessions, **latest.sessions})
-        while (latest := call_within(timing.files, store.refreshed, record)).sessions.keys() - stopped:
-            stop(latest.sessions)
         call_within(timing.files, history.remember, record, why)
         if last_sessions := call_within(timing.files, store.remove, record):
             stop(last_sessions)
