@@ -169,9 +169,10 @@ async def find_losses(workers: Collection[CMLWorker], ask: Ask) -> dict[str, Los
     ask : callable
         Asks the scheduler what it knew last of them.
     """
-    running = [worker for worker in workers if not _is_over(worker)]
+    over = {worker for worker in workers if _is_over(worker)}
+    running = [worker for worker in workers if worker not in over]
     late = await _find_late(running, ask)
-    lost = [worker for worker in workers if worker not in running or worker.name in late]
+    lost = [worker for worker in workers if worker in over or worker.name in late]
     # Of a session that the platform does not list here, the notice is the only sign of its end.
     unseen = [worker for worker in running if worker.gone_for is not None and not worker.is_listed]
     last: dict[str, Any] = {}
