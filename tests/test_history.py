@@ -25,7 +25,6 @@ from clusters import (
     sign_of,
     simulate,
     write_record,
-    write_scheduler,
 )
 from distributed import Client
 from distributed.core import Status
@@ -33,7 +32,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, cli
 from dask_cml.jupyter import ListedCluster
-from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER, RECORD_FILE
+from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER
 from dask_cml.options import state_directory
 from dask_cml.records import history, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
@@ -227,22 +226,6 @@ def test_a_removed_cluster_is_not_added_to_the_history_again(state):
     assert ended_clusters() == []
 
 
-@pytest.mark.parametrize(
-    "activity",
-    [
-        {"failures": 3},
-        {"failures": [[1, 2]]},
-        {"tasks_done": "<b>"},
-        {"tasks_failed": -1},
-        {"most_workers": 1e300},
-    ],
-)
-def test_invalid_numbers_of_a_scheduler_are_left_out(state, activity):
-    history.remember(dead_record(activity={**ACTIVITY, **activity}))
-    assert (the_only_one().tasks_done, the_only_one().most_workers) == (0, 0)
-    assert the_only_one().usage.total.sessions == 2
-
-
 def test_a_cluster_ends_even_if_the_history_cannot_be_written(platform, caplog):
     dead_record()
     (state_directory() / ".history").write_text("no folder")
@@ -250,16 +233,6 @@ def test_a_cluster_ends_even_if_the_history_cannot_be_written(platform, caplog):
     assert store.records() == []
     assert "History of cluster lab not written" in caplog.text
     assert ended_clusters() == []
-
-
-def test_the_id_of_a_record_cannot_be_a_path(state, caplog):
-    record = replace(dead_record(), id="../../outside")
-    folder = state / "lab"
-    (folder / RECORD_FILE).write_text(record.to_json())
-    write_scheduler(record, folder)
-    history.remember(store.read("lab"))
-    assert ended_clusters() == []
-    assert not [*state.parent.rglob("outside*")]
 
 
 # -- retention
@@ -350,12 +323,10 @@ def test_a_hostile_file_does_not_hide_the_other_clusters(state, caplog, content)
     assert caplog.text.count("0123456789abcdef.json ignored") == 1
 
 
-def test_texts_of_a_file_are_shortened_and_escaped(state):
-    write(valid(name="\x1b[31mlab\ud800", why="\x07\u202e" + 1000 * "x", user="a\nb"))
+def test_texts_of_a_file_are_escaped(state):
+    write(valid(name="\x1b[31mlab\ud800", why="\x07\u202e", user="a\nb"))
     found = the_only_one()
-    assert (found.name, found.user) == (r"\x1b[31mlab\ud800", r"a\nb")
-    assert found.why.startswith(r"\x07\u202e")
-    assert len(found.why) < 400
+    assert (found.name, found.user, found.why) == (r"\x1b[31mlab\ud800", r"a\nb", r"\x07\u202e")
 
 
 # -- prices

@@ -19,9 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from dask_cml.checks import is_session_id
 from dask_cml.errors import NoSuchCluster
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
@@ -35,7 +34,7 @@ from dask_cml.private_files import (
 )
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
-from dask_cml.records.usage import Amount, Usage, read_usage, usage_of
+from dask_cml.records.usage import Amount, SessionHours, Usage, usage_of
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.timing import timing
 from dask_cml.validation import validate
@@ -44,11 +43,14 @@ from dask_cml.words import first_line, printable
 logger = get_logger(__name__)
 
 _SUFFIX = ".json"
-_LONGEST_TEXT, _MOST_FAILURES = 300, 10
 #: Maximum number of bytes of one log, and of workers whose logs are kept.
 _MOST_OF_A_LOG, _MOST_LOGS = 2**20, 100
 #: The reason if no process has seen the end.
 UNSEEN = "its session ended"
+
+
+class _Written(TypedDict):
+    groups: dict[str, SessionHours]
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,7 @@ class EndedCluster:
             "usage": usage_of(record, ended).to_json(),
             "log_directory": record.options.get("log_directory"),
         }
-        with contextlib.suppress(ValueError):  # another process has written the activity
-            return cls.from_json({**record.scheduler.activity, **content})
-        return cls.from_json(content)
+        return cls.from_json({**record.scheduler.activity, **content})
 
     @classmethod
     def from_json(cls, content: Any) -> EndedCluster:
@@ -128,16 +128,11 @@ class EndedCluster:
             If it describes no cluster.
         """
         content = validate(content, dict[str, Any], "history")
-        usage = read_usage(content.get("usage"))
+        usage = Usage(validate(content.get("usage"), _Written, "usage")["groups"])
         cluster = validate({**content, "usage": usage}, cls, "history")
-        if not is_session_id(cluster.id):  # it is the name of a file
-            raise ValueError(f"invalid id={cluster.id[:_LONGEST_TEXT]!r}")
-        texts: dict[str, Any] = {}
-        for name, value in vars(cluster).items():
-            if isinstance(value, str):
-                texts[name] = printable(value)[:_LONGEST_TEXT]
-        texts["failures"] = [printable(text)[:_LONGEST_TEXT] for text in cluster.failures[:_MOST_FAILURES]]
-        return replace(cluster, **texts)
+        texts = {name: text for name, text in vars(cluster).items() if isinstance(text, str)}
+        escaped: dict[str, Any] = {name: printable(text) for name, text in texts.items()}
+        return replace(cluster, **escaped)
 
     def to_json(self) -> dict[str, Any]:
         """Return it for JSON."""

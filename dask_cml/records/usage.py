@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, TypedDict
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -13,8 +13,7 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import SessionSize, setting
 from dask_cml.records.record import Record
-from dask_cml.validation import validate
-from dask_cml.words import printable, table
+from dask_cml.words import table
 
 _UNKNOWN = SessionSize(0, 0)
 #: As seconds since 1970, the bound is in the year 6325.
@@ -80,10 +79,6 @@ _COLUMNS: dict[str, Callable[[SessionHours], str]] = {
 }
 
 
-class _Written(TypedDict):
-    groups: dict[str, SessionHours]
-
-
 class Usage(dict[str, SessionHours]):
     """The usage of a cluster so far: the hours of each worker group, and of ``"scheduler"``.
 
@@ -121,21 +116,6 @@ class Usage(dict[str, SessionHours]):
         for name, used in [*self.items(), ("total", self.total)]:
             rows.append((name, *(cell(used) for cell in columns.values())))
         return "\n".join(table(rows, str.rjust))
-
-
-def read_usage(content: Any) -> Usage:
-    """Return the usage that :meth:`Usage.to_json` describes, and check it.
-
-    Raises
-    ------
-    ValueError
-        If it is no usage.
-    """
-    usage = Usage()
-    for group, hours in validate(content, _Written, "usage")["groups"].items():
-        lost = {printable(cause): n for cause, n in hours.lost.items()}
-        usage[printable(group)] = replace(hours, lost=lost)
-    return usage
 
 
 def usage_of(record: Record, now: float) -> Usage:
