@@ -381,7 +381,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
             "without_gpus": self.health.without_gpus,
             "restarts": [asdict(restart) for restart in self.health.restarts],
             "idle": self._idle,
-            "tasks_done": self._tasks_done(),
             "app_url": self._app_url,
             "serves_dashboard": self._serves_dashboard,
             "closed": self._lifetime.closed,

@@ -34,7 +34,7 @@ _UNKNOWN_TOKEN = (
 )
 #: The page loads nothing from other sites.
 POLICY = "default-src 'self'; img-src 'self' data:"
-#: The status of the answer to an expected error. The first class counts.
+#: The status of the answer to an expected error, whose reason is for the user. The first class counts.
 _STATUS: dict[type[BaseException], int] = {
     NoSuchCluster: 404,
     ClusterExists: 409,
@@ -133,14 +133,6 @@ def tokens(request: HTTPServerRequest) -> list[str]:
     return sent + request.headers.get_list(_TOKEN_HEADER)
 
 
-def is_expected(error: BaseException | None) -> bool:
-    """Return whether the user is to know the reason of an error, and not the log."""
-    if isinstance(error, OSError) and not isinstance(error, CMLError):
-        # A file of a record or a log: the home folder may be full, and a file may vanish while it is read.
-        return error.errno is not None
-    return isinstance(error, tuple(_STATUS))
-
-
 class Handler(RequestHandler):
     """Answers requests of users, and refuses requests from other origins."""
 
@@ -179,19 +171,19 @@ class Handler(RequestHandler):
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Answer with the message of an expected error, or the name of the status."""
-        error = kwargs.get("exc_info", (None, None, None))[1]
+        error: BaseException | None = kwargs.get("exc_info", (None, None, None))[1]
         message = self._reason
         if isinstance(error, HTTPError):
             # Tornado keeps the message as a format for logs.
             message = (error.log_message or message) % error.args
-        elif is_expected(error):
+        elif error is not None and isinstance(error, (*_STATUS,)):
             self.set_status(next(status for kind, status in _STATUS.items() if isinstance(error, kind)))
             message = reason_of(error)
         self.answer_error(message)
 
     def log_exception(self, *exc_info: Any) -> None:
         """Log unexpected errors."""
-        if not isinstance(exc_info[1], HTTPError) and not is_expected(exc_info[1]):
+        if not isinstance(exc_info[1], (HTTPError, *_STATUS)):
             logger.error("Request %s %s failed", self.request.method, self.request.path, exc_info=exc_info)
 
     def get_current_user(self) -> User | None:

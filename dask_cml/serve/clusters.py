@@ -37,8 +37,6 @@ logger = get_logger(__name__)
 _PATIENCE = 3.0
 #: Seconds to shut down the clusters of the web UI. Kubernetes grants 30.
 _GRACE = 25.0
-#: Seconds until a cluster of a killed web UI that did not answer is tried again.
-_RETRY = 15.0
 #: The arguments of a new cluster.
 _ALLOWED = tuple(name for name in ARGUMENTS if name not in SETTLED)
 _UNSEEN = Finding(State.UNKNOWN, "its scheduler has not answered yet")
@@ -160,8 +158,7 @@ class ProjectClusters(Observers):
         except EXPECTED as error:
             logger.info("Cluster %s not managed: %s", kept.record.name, error)
             await kept.cluster.leave()
-            await asyncio.sleep(_RETRY)
-            del self.kept[kept.record.id]
+            del self.kept[kept.record.id]  # the next poll tries again
 
     async def close(self) -> None:
         """Stop reading, and shut down the clusters of the web UI. The others keep running.
@@ -302,13 +299,13 @@ class ProjectClusters(Observers):
                 "address: change it in the notebook that created it"
             )
         status = self._describe(record)["status"]
-        if status != "running":
-            raise CMLError(f"cluster {name!r} is {status}: try again later")
+        if status != "running" or (kept is not None and kept.cluster.status != Status.running):
+            raise CMLError(
+                f"cluster {name!r} is {'starting' if status == 'running' else status}: try again later"
+            )
         if kept is None:
             async with changing(record) as cluster:
                 yield cluster
-        elif kept.cluster.status != Status.running:
-            raise CMLError(f"cluster {name!r} is not connected to the web UI yet: try again later")
         else:
             yield kept.cluster
             await until_shown(record, kept.cluster)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -38,21 +39,21 @@ def described(record: Record, finding: Finding, usage: Usage | None) -> dict[str
         Its usage, if known.
     """
     row = operations.description(record, finding)
-    groups = _groups(record, row) if row["status"] in ("running", "starting") else []
+    status = row["status"]
+    groups = _groups(record, row["adapts"]) if status in ("running", "starting") else []
+    words = _words(record, groups, row["idle"]) if groups else []
     n_launched = sum(key != SCHEDULER for key in record.sessions.values())
     return row | {
         "created": record.created.isoformat(),
         "most_age": record.scheduler.hours and record.scheduler.hours * 3600,
         "session_hours": None if usage is None else usage.total.hours,
-        "words": ", ".join([row["status"], *_words(record, groups, row["idle"])])
-        if groups
-        else row["status"],
-        "problem": None if row["status"] == "starting" else row["problem"],
+        "words": ", ".join([status, *words]),
+        "problem": None if status == "starting" else row["problem"],
         "groups": groups,
         "n_workers": sum(group["n_workers"] for group in groups) if groups else n_launched,
         "n_arrived": sum(group["n_arrived"] for group in groups),
         "kept": False,
-        "tasks_done": record.scheduler.activity.get("tasks_done") if row["status"] == "running" else None,
+        "tasks_done": record.scheduler.activity.get("tasks_done") if status == "running" else None,
     }
 
 
@@ -67,12 +68,12 @@ def kept(cluster: CMLCluster, failure: Exception | None) -> dict[str, Any]:
     return {"kept": True}
 
 
-def _groups(record: Record, row: dict[str, Any]) -> list[dict[str, Any]]:
+def _groups(record: Record, adapts: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = operations.worker_groups(record)
     queued = [launch.worker_group(record.name) for launch in operations.queued(record)]
     for group in groups:
         group |= group.pop("size")
-        bounds = row["adapts"].get(group["name"])
+        bounds = adapts.get(group["name"])
         group["n_waiting"] = queued.count(group["name"])
         group["adapts"] = bounds and dict(zip(("minimum", "maximum"), bounds, strict=True))
     return groups

@@ -58,8 +58,6 @@ class BoardState:
         The Dask workers that their nannies have started again lately.
     idle : float or None
         Time for which no task has waited or run, in seconds. None: some do, or did a moment ago.
-    tasks_done : int
-        Number of tasks that this scheduler has completed.
     app_url : str or None
         The URL of the scheduler's session. None if another program answers there.
     serves_dashboard : bool
@@ -83,7 +81,6 @@ class BoardState:
     without_gpus: str | None = None
     restarts: Sequence[Restart] = ()
     idle: float | None = None
-    tasks_done: int = 0
     app_url: str | None = None
     serves_dashboard: bool = True
     closed: str | None = None
