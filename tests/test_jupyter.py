@@ -230,4 +230,4 @@ async def test_a_cluster_whose_creator_was_killed_ends_as_an_orphan_though_the_s
         await create_and_kill(it, name="orphan", security=True, orphan_timeout="30s")
         await eventually(lambda: sidebar._listed)
         await eventually(lambda: not sidebar._listed)
-        assert store.records() == []
+        await eventually(lambda: not it.platform.live)
