@@ -141,6 +141,9 @@ class LocalApplication(Application):
     event loop. The handlers need JSON alone, so no form is parsed.
     """
 
+    def log_request(self, handler: RequestHandler) -> None:
+        """Log no requests."""
+
     def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
         """Return what answers a request. Tornado calls this before it reads the body."""
         # Programs such as curl call JSON a form. Without a type, Tornado does not parse it.

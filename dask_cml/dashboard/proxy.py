@@ -110,21 +110,6 @@ async def open_comm(
         raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
 
 
-def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) -> LocalApplication:
-    """Return an application whose handlers are subclasses of :class:`DashboardProxy`.
-
-    Parameters
-    ----------
-    routes : list
-        Its routes.
-    guard : HostGuard
-        Checks the requests.
-    **settings
-        Other settings of its handlers.
-    """
-    return LocalApplication(routes, guard=guard, log_function=lambda _: None, **settings)
-
-
 class DashboardProxy(RequestHandler):
     """Answers a request by a scheduler's dashboard. A subclass has the method ``get``."""
 
@@ -344,7 +329,7 @@ class DashboardForwarder(LocalServer):
 
     def initialize(self, open_comm: OpenComm, port: int = 0) -> None:  # type: ignore[override]
         """Start to listen. Tornado calls this instead of ``__init__``."""
-        application = dashboard_application([(r"/.*", _Forwarded)], HostGuard(), open_comm=open_comm)
+        application = LocalApplication([(r"/.*", _Forwarded)], guard=HostGuard(), open_comm=open_comm)
         super().initialize(application, local_socket(port))
         #: The dashboard's URL for a browser on this machine.
         self.link = f"http://127.0.0.1:{self.port}/status"

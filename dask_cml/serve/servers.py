@@ -27,7 +27,7 @@ from urllib.parse import quote
 from tornado.httputil import HTTPServerRequest
 
 from dask_cml.dashboard.http_server import LocalApplication, LocalServer, known_holes, local_socket
-from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
+from dask_cml.dashboard.proxy import DashboardProxy
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.output import get_logger
 from dask_cml.serve import api, metrics, pages
@@ -105,7 +105,6 @@ def make_application(
         xsrf_cookie_kwargs={"samesite": "Lax"},
         static_path=str(Path(__file__).parent / "static"),
         default_handler_class=pages.NotFound,
-        log_function=lambda _: None,
     )
 
 
@@ -153,7 +152,7 @@ class Dashboards(LocalServer):
                 raise OSError("CML serves no second port here")
             port = int(second)
         routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
-        application = dashboard_application(routes, access.guard, clusters=clusters, dashboards=self)
+        application = LocalApplication(routes, guard=access.guard, clusters=clusters, dashboards=self)
         advice = "choose another one with --dashboard-port, or 0 for a free one"
         super().initialize(application, _listen("the server of dashboards", port, advice))
 
