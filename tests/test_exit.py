@@ -105,7 +105,7 @@ def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(platform
     platform.inject("stuck", times=3)
     code = """
     class Broken(CMLCluster):
-        async def close_dask(self):
+        async def _close_dask(self):
             await super()._close_dask()
             raise OSError("the clean-up failed")
     print("ready", flush=True)
