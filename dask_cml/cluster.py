@@ -301,7 +301,7 @@ class CMLCluster(SpecCluster):
         output.follow_cells()
         self.options = options
         self._quiet = quiet
-        self.is_asynchronous = bool(dask_arguments.get("asynchronous"))
+        self._is_asynchronous = bool(dask_arguments.get("asynchronous"))
         connects = options.create_mode == "connect"
         self.api = WorkersAPI(_UNKNOWN if connects else load_platform(options.platform))
         if not connects:
@@ -404,7 +404,7 @@ class CMLCluster(SpecCluster):
         mine
         """
         # SpecCluster.from_name (spec.py:679) is not implemented.
-        cluster: CMLCluster = cls(
+        return cls(
             name=name,
             create_mode="connect",
             shutdown_on_close=shutdown_on_close,
@@ -414,7 +414,6 @@ class CMLCluster(SpecCluster):
             silence_logs=silence_logs,
             quiet=quiet,
         )
-        return cluster
 
     # -- scaling
 
@@ -823,7 +822,7 @@ class CMLCluster(SpecCluster):
                 self.sharing.step()
                 return
             self._note_changes_by_hand()
-            if not self._keeps:
+            if not self.sharing.keeps:
                 return
             for group in self.groups.names:
                 if excess := self.groups.excess(group):
@@ -846,7 +845,7 @@ class CMLCluster(SpecCluster):
         """Stop the sessions of retired workers, and those without a worker."""
         ids = {str(worker.session_id) for worker in retired}
         await self.processes.find_sessions()
-        if not self._keeps:  # another process may use these workers by now
+        if not self.sharing.keeps:  # another process may use these workers by now
             return
         to_stop = self.processes.unused.keys() | (ids & {*self.api.live})
         if not to_stop:
@@ -965,7 +964,7 @@ class CMLCluster(SpecCluster):
             await self.ending.end_failed_start()
             if closed_meanwhile:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
-            if self.is_asynchronous:  # otherwise, the interrupted constructor says it
+            if self._is_asynchronous:  # otherwise, the interrupted constructor says it
                 self.ending.say_interrupted()
             raise
         except GeneratorExit:  # the event loop has ended, so nothing can be awaited; end_now() stops sessions
@@ -1226,11 +1225,6 @@ class CMLCluster(SpecCluster):
     def _is_keeper(self) -> bool:
         """Whether this process manages the cluster: it launches and stops the sessions."""
         return self.sharing.role is Role.KEEPER
-
-    @property
-    def _keeps(self) -> bool:
-        """Whether this process is the keeper, and may act: no other process can be the keeper by now."""
-        return self.sharing.keeps
 
     @property
     def _view(self) -> View:

@@ -231,7 +231,7 @@ class CMLAdaptive(Adaptive):
 
     async def adapt(self) -> None:
         """Scale by the work, if this process manages the cluster."""
-        if self.cluster._keeps and self.state != "stopped":
+        if self.cluster.sharing.keeps and self.state != "stopped":
             await super().adapt()
 
     @property
@@ -284,7 +284,7 @@ class CMLAdaptive(Adaptive):
         except (OSError, asyncio.TimeoutError, CMLError) as error:
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        if self._group not in self.cluster.groups or not self.cluster._keeps:
+        if self._group not in self.cluster.groups or not self.cluster.sharing.keeps:
             return len(self.plan)
         return int(self.cluster.processes.affordable(target, self._group))
 
@@ -302,12 +302,12 @@ class CMLAdaptive(Adaptive):
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Scale to `n` sessions."""
-        if self.cluster._keeps and self.state != "stopped":
+        if self.cluster.sharing.keeps and self.state != "stopped":
             self.cluster.groups.resize(self._group, n, ())
             self.cluster.woken.set()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
-        if self.cluster._keeps and self.state != "stopped":
+        if self.cluster.sharing.keeps and self.state != "stopped":
             self.cluster.groups.drop(workers)
             self.cluster.woken.set()
