@@ -1258,7 +1258,7 @@ class CMLCluster(SpecCluster):
             groups[name] = WorkerGroup(
                 name=name,
                 n_workers=self.groups.target(name),
-                n_arrived=len(self._view.arrived(name)),
+                n_arrived=len(self.processes.arrived(name)),
                 size=options.worker,
                 nthreads=options.nthreads,
                 processes=options.processes,
@@ -1377,7 +1377,7 @@ class CMLCluster(SpecCluster):
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
         return max(
-            0, sum(self.groups.target(group) for group in self.groups.names) - len(self._view.arrived())
+            0, sum(self.groups.target(group) for group in self.groups.names) - len(self.processes.arrived())
         )
 
     def __repr__(self) -> str:

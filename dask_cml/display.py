@@ -102,7 +102,7 @@ class EscapedLogs(Logs):
 
 def session_rows(cluster: Any) -> dict[str, Any]:
     """Return what templates show of the sessions, with their status. Of many, connected ones come last."""
-    sessions, connected = cluster.sessions, cluster._view.arrived()
+    sessions, connected = cluster.sessions, cluster.processes.arrived()
     if len(sessions) > _MOST_SESSIONS:
         sessions.sort(key=lambda session: (session.role, session.name in connected))
     rows = [(session, status_of(session, connected)) for session in sessions[:_MOST_SESSIONS]]

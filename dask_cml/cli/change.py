@@ -93,7 +93,7 @@ def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
 
 def _present(cluster: CMLCluster, n: int, group: str) -> str:
     """Return in words how many of n worker sessions are connected, and how many are queued."""
-    words = f"{len(cluster._view.arrived(group))} of {_n_workers(n, group)} connected"
+    words = f"{len(cluster.processes.arrived(group))} of {_n_workers(n, group)} connected"
     queued = waiting_workers(cluster._view.waits(group))
     return f"{words}, {queued}" if queued else words
 
@@ -125,7 +125,7 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
         words = _present(cluster, n, group)
         show(words)
         if (
-            len(cluster._view.arrived(group))
+            len(cluster.processes.arrived(group))
             == len(cluster._view.workers_of(group))
             == n
             == cluster.groups.target(group)

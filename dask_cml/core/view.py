@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError
 from dask_cml.sessions.session import Session
 from dask_cml.words import command
@@ -25,13 +24,9 @@ class Sessions:
         """Return the names of a group's sessions, wanted or not."""
         return [session.name for session in self.sessions if session.group == group]
 
-    def arrived(self, group: str | None = None) -> set[str]:
-        """Return the names of the wanted workers of which a Dask worker is connected."""
-        return self._cluster.groups.arrived(connected_names(self._cluster), group)
-
     def waits(self, group: str | None = None) -> list[float]:
         """Return how long the wanted worker sessions that are queued have waited, in seconds."""
-        absent = {*self._cluster.groups.workers(group)} - self.arrived(group)
+        absent = {*self._cluster.groups.workers(group)} - self._cluster.processes.arrived(group)
         waits = [session.waits_for for session in self.sessions if session.name in absent]
         return [seconds for seconds in waits if seconds is not None]
 
@@ -50,8 +45,9 @@ class Sessions:
         """
         gave_up = self.gave_up
         for group in self._cluster.groups.names:
-            absent = {*self.workers_of(group)} - self.arrived(group)
-            wanted = self._cluster.groups.target(group) - len(self.arrived(group))
+            arrived = self._cluster.processes.arrived(group)
+            absent = {*self.workers_of(group)} - arrived
+            wanted = self._cluster.groups.target(group) - len(arrived)
             adapts = self._cluster.groups.limits(group) is not None
             if absent or (group not in gave_up and (wanted > 0 or adapts)):
                 return
