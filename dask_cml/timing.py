@@ -24,8 +24,8 @@ class Timing:
         the cluster over. Commands and monitors that pass by do not interrupt its work.
     collect : float
         Time for which the scheduler collects further changes before it answers watchers.
-    scheduler_look, activity : float
-        Time between two looks of the scheduler at its watchers and workers, and at what its workers do.
+    scheduler_look : float
+        Time between two looks of the scheduler at its watchers and workers.
     answer : float
         The scheduler's time to answer a question.
     retry : float
@@ -76,7 +76,6 @@ class Timing:
     stay: float = 30.0
     collect: float = 0.1
     scheduler_look: float = 0.5
-    activity: float = 5.0
     answer: float = 10.0
     retry: float = 1.0
     look: float = 3.0

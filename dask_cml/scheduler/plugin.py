@@ -78,8 +78,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._serves_dashboard = True
         #: Counts the changes of what watchers are told. The event is set at the next one.
         self._revision, self._changed = 1, asyncio.Event()
-        #: Counts the Dask workers that have connected or left.
-        self._moves = 0
         #: The monotonic time since when no task has waited or run. Infinite: some do.
         self._idle_since = math.inf
         #: All that watchers know of the Dask workers.
@@ -139,8 +137,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         checks = [self._check_watchers, self._check_workers]
         checks += [functools.partial(move, scheduler) for move in (balance, unload_full_workers)]
         self._periodic = [PeriodicCallback(check, timing.scheduler_look * 1000) for check in checks]
-        self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))
-        self._note_activity()
         for callback in self._periodic:
             callback.start()
         self._writing = asyncio.create_task(self._keep_file())
@@ -376,7 +372,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             "revision": self._revision,
             "leaving": [*self.leaving],
             "lives_on": self._lives_on,
-            "moves": self._moves,
+            "moves": self.moves,
             "problem": self.health.problem,
             "without_gpus": self.health.without_gpus,
             "restarts": [asdict(restart) for restart in self.health.restarts],
@@ -453,13 +449,14 @@ class CMLSchedulerPlugin(WorkerQuestions):
         return bool(timeout and self._in_vain >= timeout)
 
     def _check_workers(self) -> None:
-        """Tell watchers what is wrong with the Dask workers, and whether any have connected or left."""
+        """Note what is done. Tell watchers what is wrong with Dask workers, and whether any have moved."""
+        self._note_activity()
         now, workers = time.monotonic(), self._scheduler.workers.values()
         self.health.look(workers, now)
         waiting = self._scheduler.queued or self._scheduler.unrunnable
         is_busy = waiting or any(worker.processing for worker in workers)
         self._idle_since = math.inf if is_busy else min(self._idle_since, now)
-        news = (self.health.problem, self.health.without_gpus, self._moves, self._idle is not None)
+        news = (self.health.problem, self.health.without_gpus, self.moves, self._idle is not None)
         if news != self._known:
             self._known = news
             self._publish()
@@ -486,20 +483,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         for callback in self._periodic:
             callback.stop()
         self._closing = asyncio.create_task(self._lifetime.end(reason, is_over=is_over))
-
-    # -- Dask workers
-
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Note a Dask worker that has connected."""
-        self._moves += 1
-        super().add_worker(scheduler, worker)
-        if not self._activity.most_workers:
-            self._note_activity()  # the cluster may end before the next look
-
-    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Note a Dask worker that has left."""
-        self._moves += 1
-        super().remove_worker(scheduler, worker)
 
 
 async def dask_setup(scheduler: Scheduler) -> None:

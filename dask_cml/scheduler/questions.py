@@ -33,6 +33,8 @@ class WorkerQuestions(SchedulerPlugin):
         What is wrong with the workers.
     leaving : list of str
         The names of Dask workers whose session the platform is about to stop.
+    moves : int
+        Counts the Dask workers that have connected or left.
     """
 
     _scheduler: Scheduler
@@ -42,6 +44,7 @@ class WorkerQuestions(SchedulerPlugin):
     def __init__(self) -> None:
         self.health = Health()
         self.leaving: list[str] = []
+        self.moves = 0
         #: The number of calls of `Client.scatter` under way, to any worker.
         self._scatters = 0
         self._states: dict[str, WorkerState] = {}
@@ -129,12 +132,14 @@ class WorkerQuestions(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note a Dask worker that has connected."""
+        self.moves += 1
         state = self._states[worker] = scheduler.workers[worker]
         self.health.note_connected(str(state.name), time.monotonic())
         scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Note what was known last of a Dask worker that has left."""
+        self.moves += 1
         state = self._states.pop(worker, None)
         if state is None:
             return
