@@ -37,8 +37,3 @@ class LimitedConnector(Connector):
         limit = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         compat.limit_handshake(comm, limit, self._why)
         return comm
-
-
-def limit_handshakes() -> None:
-    """Limit the handshake on each connection that this process opens from now on."""
-    compat.connect_by(LimitedConnector)

@@ -24,9 +24,9 @@ from distributed.core import Status
 from distributed.scheduler import Scheduler, WorkerState
 from tornado.ioloop import PeriodicCallback
 
-from dask_cml import protocol
+from dask_cml import compat, protocol
 from dask_cml.cancellation import cancel, wait_until_set
-from dask_cml.handshake import limit_handshakes
+from dask_cml.handshake import LimitedConnector
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
@@ -487,7 +487,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
 
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    limit_handshakes()
+    compat.connect_by(LimitedConnector)
     find_modules()
     foreign_sockets = dashboard_guard.protect(scheduler)
     if FOLDER not in os.environ:  # without a record: dask_utils has launched it, and nobody watches it
