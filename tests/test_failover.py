@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import threading
 import time
 from contextlib import AsyncExitStack
@@ -767,6 +769,7 @@ async def fail_after_the_claim(it):
             if str(target).endswith("board-1.json"):
                 it.files.stale = True
                 it.loop.call_later(2.0, setattr, it.files, "stale", False)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
         it.files.link = link_and_fail
         begin = time.monotonic()
