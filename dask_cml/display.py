@@ -169,7 +169,8 @@ class Description:
 
 def describe(cluster: Any) -> Description:
     """Describe a cluster for users."""
-    age, most_age = (seconds / 3600 for seconds in cluster.sharing.age)
+    board = cluster.sharing.board
+    age, most_age = (seconds / 3600 for seconds in (board.age, board.most_age))
     idle_for = cluster.sharing.idle
     waits = cluster._view.waits()
     n_pending = cluster.n_pending - len(waits)

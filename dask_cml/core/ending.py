@@ -125,7 +125,7 @@ class Ending:
                 await self._say_goodbye()
         except Exception:  # of Dask, the platform or a subclass: the sessions are stopped even so
             logger.exception("Cluster %s not closed properly", self._name)
-        self._cluster.sharing.disconnect()
+        self._cluster.sharing.link.close()
         try:
             if how is How.SHUT_DOWN:
                 await self._stop_sessions()
@@ -188,7 +188,7 @@ class Ending:
         except CallFailed as error:
             has_closed = False
             with contextlib.suppress(asyncio.TimeoutError):  # the error names sessions that may still run
-                has_closed = await within(timing.files, self._cluster.sharing.has_scheduler_closed())
+                has_closed = await within(timing.files, self._cluster.sharing.why_closed()) is not None
             if has_closed:
                 raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
             raise
@@ -232,7 +232,7 @@ class Ending:
         CMLError
             If the scheduler does not answer. The cluster is still shut down with this process.
         """
-        await self._cluster.sharing.never_orphan()
+        await self._cluster.sharing.link.live_on()
         self._cluster.shutdown_on_close = False
 
     # -- what is left to do

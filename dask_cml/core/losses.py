@@ -62,7 +62,7 @@ class Losses:
         """
         wanted = self._processes.wanted()
         incomplete = self._note_connected(wanted)
-        if losses := noticed(wanted, self._cluster.sharing.leaving):
+        if losses := noticed(wanted, self._cluster.sharing.board.leaving):
             return losses
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.

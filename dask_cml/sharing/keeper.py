@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import Counter, deque
@@ -146,11 +145,6 @@ class Keeper:
             wanted[name] = WantedGroup(options, groups.target(name), groups.limits(name))
         return wanted
 
-    async def give_up(self, last: Mapping[str, Any]) -> None:
-        """Let another process keep the cluster, because this one cannot go on after the last report."""
-        with contextlib.suppress(CMLError):
-            await self._link.report(term=self.term, report=last, asked=0, events=[], n_before=0, leaves=True)
-
     async def publish(self, *, leaves: bool = False) -> None:
         """Report what this process knows and wants, as far as it has changed. Log errors.
 
@@ -271,8 +265,7 @@ class Keeper:
         given : collection of str
             The names of workers that sessions have had.
         """
-        cluster, groups = self._cluster, self._cluster.groups
-        self.restore(last)
+        cluster = self._cluster
         reported = {session["id"] for session in last.sessions}
         waits = {session.id for session in last.known_sessions() if session.waits_for is not None}
         launches = [launch for launch in record.launches.values() if launch.key != SCHEDULER]
@@ -288,9 +281,7 @@ class Keeper:
             if name not in given and missing[group] > 0:
                 kept[name] = group
                 missing[group] -= 1
-        groups.want(kept)
-        for name, wanted in last.groups.items():
-            groups.resize(name, wanted.target, ())
+        self.restore(last, kept)
         cluster.workers.clear()
         for launch in record.launches.values():
             if launch.key == SCHEDULER:
@@ -311,13 +302,21 @@ class Keeper:
             worker.take_over(connected_names(cluster), gone_for)
         self._last_restart = max([0, *(restart.number for restart in self._link.board.restarts)])
 
-    def restore(self, last: Report) -> None:
-        """Want what the last keeper has wanted, and know what it has learned."""
+    def restore(self, last: Report, wanted: Mapping[str, str]) -> None:
+        """Know what the last keeper has learned, and want some of its workers and as many as it has wanted.
+
+        Parameters
+        ----------
+        last : Report
+            Its last report.
+        wanted : mapping of str to str
+            The groups of these workers by their names.
+        """
         cluster, groups = self._cluster, self._cluster.groups
         cluster.processes.take_over(last.failures, last.gave_up, last.start_times)
         self._app_url = last.app_url
         groups.given(last.wanted)
-        groups.take(last.groups, last.wanted)
+        groups.take(last.groups, wanted)
         for name, group in last.groups.items():
             groups.resize(name, group.target, ())
 

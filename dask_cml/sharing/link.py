@@ -301,9 +301,9 @@ class Link:
         return self.address
 
     def forget(self) -> None:
-        """Forget the scheduler, because another one is to be joined, which has as long to answer."""
+        """Forget the scheduler, because another one is to be joined."""
         self.close()
-        self.address, self.heard = None, time.monotonic()
+        self.address = None
 
     def close(self) -> None:
         """Close the connection, by which the scheduler notices that this watcher has left."""

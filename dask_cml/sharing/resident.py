@@ -15,7 +15,6 @@ from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.protocol import Rank
-from dask_cml.records import store
 from dask_cml.timing import timing
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -55,23 +54,12 @@ async def keep(name: str, closes: asyncio.Event) -> None:
     try:
         if not closes.is_set():
             await cluster.leave()
-        elif (why := await _why_ended(cluster)) is not None:
+        elif (why := await cluster.sharing.why_closed()) is not None:
             cluster.end_reason = why
             await cluster.shutdown()
         # Else the scheduler is lost. This process ends with it, and carries out nothing more.
     except CMLError as error:
         logger.warning("%s", error)
-
-
-async def _why_ended(cluster: CMLCluster) -> str | None:
-    """Return why the scheduler has closed for good, by its last answer or its file. None if it was lost."""
-    assert cluster.sharing.record is not None
-    if cluster.sharing.board.closed is not None:
-        return cluster.sharing.board.closed
-    try:
-        return (await asyncio.to_thread(store.read_again, cluster.sharing.record)).scheduler.closed
-    except (NoSuchCluster, store.RecordUnreadable):
-        return None
 
 
 async def _keep_until_input_ends(name: str) -> None:

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -152,11 +151,6 @@ class Sharing:
         return self._follower
 
     @property
-    def leaving(self) -> Sequence[str]:
-        """Dask workers whose session the platform is about to stop, by its notice."""
-        return self.link.board.leaving
-
-    @property
     def problem(self) -> str | None:
         """Why the scheduler is not reached, or why this process cannot follow it. None if it does."""
         return self._failure or self.failover.problem
@@ -173,20 +167,10 @@ class Sharing:
         return cluster_address(self._cluster.options.name) if has_keys else None
 
     @property
-    def age(self) -> tuple[float, float]:
-        """The cluster's age and its limit, in seconds. 0: no limit."""
-        return self.link.board.age, self.link.board.most_age
-
-    @property
     def idle(self) -> float | None:
         """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
         idle = self.link.board.idle
         return None if idle is None else idle + time.monotonic() - self.link.heard
-
-    @property
-    def folder(self) -> Path | None:
-        """The cluster's folder. None before the cluster is created or found."""
-        return None if self.record is None else self.record.folder
 
     def news(self) -> Mapping[str, str]:
         """Return lines for the user, as far as they are true now, by their subjects."""
@@ -417,10 +401,6 @@ class Sharing:
             await self._succeed(board)
         if self._keeper is not None and not self._cluster.connection.is_subscribed:
             await self._cluster.connection.subscribe()
-        await self._take_last_board()
-
-    async def _take_last_board(self) -> None:
-        """Do what the board says that is known last."""
         taker = self._keeper or self._follower
         assert taker is not None
         await taker.take(self.link.board)
@@ -439,7 +419,9 @@ class Sharing:
                 await keeper.succeed(record, report, given)
                 self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
         except Exception:  # raised again: another process may be able to, for example to read the record
-            await keeper.give_up(board.report)
+            with contextlib.suppress(CMLError):
+                last = {"term": board.term, "report": board.report}
+                await self.link.report(**last, asked=0, events=[], n_before=0, leaves=True)
             raise
         cluster._begin_looking(unheard_since=None)
         logger.info("Cluster %s managed by this process", record.name)
@@ -499,16 +481,6 @@ class Sharing:
         """
         await asyncio.gather(*self._posting)
         await self.stepped()
-
-    async def never_orphan(self) -> None:
-        """Let the cluster run on without a user.
-
-        Raises
-        ------
-        CMLError
-            If the scheduler does not answer.
-        """
-        await self.link.live_on()
 
     # -- what is done
 
@@ -574,7 +546,7 @@ class Sharing:
         keeper = self._keeper
         if keeper is None:
             keeper = Keeper(cluster, self.link, record, last.term, report.taken)
-            keeper.restore(report)
+            keeper.restore(report, report.wanted)
         keeper.term = max(keeper.term, last.term) + 1
         keeper.carry_out(mail)
         board = keeper.first_board(
@@ -632,7 +604,7 @@ class Sharing:
         """
         try:
             if self.record is not None and not self.connects:
-                await self.never_orphan()
+                await self.link.live_on()
             await asyncio.gather(*self._posting)
         except (*NO_ANSWER, CMLError, ValueError) as error:  # the scheduler refuses a change, for example
             name = self._cluster.options.name
@@ -651,10 +623,6 @@ class Sharing:
                 with contextlib.suppress(CMLError):
                     await self.link.post(number, request)
 
-    def disconnect(self) -> None:
-        """Follow the board no more, by which the scheduler notices that this process has left."""
-        self.link.close()
-
     def forget(self) -> None:
         """Forget the board, because this object is closed."""
         self.link.board = BoardState()
@@ -666,12 +634,11 @@ class Sharing:
         """Whether another process has removed the record."""
         return self._keeper is not None and self._keeper.journal.gone
 
-    async def has_scheduler_closed(self) -> bool:
-        """Return whether the scheduler has closed, by the record."""
-        if self.record is None:
-            return False
-        latest = await asyncio.to_thread(store.refreshed, self.record)
-        return latest.scheduler.closed is not None
+    async def why_closed(self) -> str | None:
+        """Return why the scheduler has closed for good, by its last answer or its file. None: it has not."""
+        if self.record is None or self.link.board.closed is not None:
+            return self.link.board.closed
+        return (await asyncio.to_thread(store.refreshed, self.record)).scheduler.closed
 
     def stop_and_remove(self) -> None:
         """Stop all sessions of the cluster, from all processes, and remove the record. Blocks."""
