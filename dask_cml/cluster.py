@@ -184,7 +184,7 @@ class CMLCluster(SpecCluster):
     idle_timeout : float or str, optional
         Idle time after which the cluster shuts down, in seconds or as a string. Default: never.
     orphan_timeout : float or str, optional
-        Time after which a cluster shuts down that no client and no process uses. Default 5 minutes.
+        Time without any client or process after which the cluster shuts down. Default 5 minutes.
     shutdown_on_close : bool, optional
         Whether to stop all sessions when this object is closed or its process exits. Default True.
     forward_dashboard : bool, optional
