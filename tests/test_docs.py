@@ -255,6 +255,12 @@ def test_the_links_of_a_page_lead_to_files_and_their_headings(page):
             assert anchor in anchors(file), f"{page.name} has a link to {target}"
 
 
+def test_the_pages_have_no_more_words_than_somebody_reads():
+    words = sum(len(page.read_text().split()) for page in [ROOT / "README.md", *DOCS.glob("*.md")])
+    assert words <= 16_000
+    assert len((ROOT / "DEVELOPING.md").read_text().split()) <= 1_900
+
+
 def anchors(page):
     """The anchors of a page's headings, as MyST and code hosts make them."""
     headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", page.read_text()), re.MULTILINE)
