@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from dask_cml.errors import ClusterExists
@@ -62,11 +59,3 @@ def new_folder(folder: Path) -> None:
     folder.chmod(0o700)  # whatever the umask
     for name in (STARTED_FOLDER, LOGS_FOLDER):
         make_folder(folder / name)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the folder of a cluster without a record, whose sessions may still write into it."""
-    aside = folder.with_name(f".removed-{secrets.token_hex(8)}")
-    with suppress(FileNotFoundError):
-        folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)

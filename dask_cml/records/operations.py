@@ -213,9 +213,7 @@ def session_logs(record: Record) -> SessionLogs:
     return SessionLogs(record.name, log_folder(record.folder, record.options.get("log_directory")))
 
 
-async def end_all(
-    records: Iterable[Record], user: str | None = None, reason: str | None = None
-) -> dict[str, CMLError | None]:
+async def end_all(records: Iterable[Record], reason: str | None = None) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
     A scheduler that answers first informs its workers and clients. If sessions of a cluster cannot
@@ -225,10 +223,8 @@ async def end_all(
     ----------
     records : iterable of Record
         The records of the clusters.
-    user : str, optional
-        The user who deletes them. Default: the user of this process.
     reason : str, optional
-        Why they end, for their history. Default: that the user deletes them.
+        Why they end, for their history. Default: that the user of this process deletes them.
 
     Returns
     -------
@@ -240,10 +236,10 @@ async def end_all(
     with_keys = [record for record in records if record.security is not None]  # else anybody may answer
     findings = await liveness.look(with_keys, timeout=_GOODBYE_TIMEOUT)
     answering = [name for name, finding in findings.items() if finding.state is State.ALIVE]
-    return await _end_all(records, answering, reason or deleted_by(user))
+    return await _end_all(records, answering, reason or deleted_by())
 
 
-def deleted_by(user: str | None) -> str:
+def deleted_by(user: str | None = None) -> str:
     """Return the reason for the end of a cluster that a user deletes. Default: the user of this process."""
     return f"deleted by {user or this_user() or 'an unknown user'}"
 

@@ -382,7 +382,7 @@ class ProjectClusters(Observers):
             await kept.cluster.shutdown()
             self.kept.pop(record.id, None)
         else:
-            errors = await operations.end_all([record], user)
+            errors = await operations.end_all([record], operations.deleted_by(user))
             error = errors[name]
             if error is not None:
                 raise error
