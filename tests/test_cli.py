@@ -205,11 +205,10 @@ def test_no_command_keeps_a_cluster(left):
 
 
 @pytest.mark.slow
-def test_what_a_script_asks_for_before_it_ends_is_written_on_the_board(left):
+def test_what_a_script_asks_for_before_it_ends_is_written_on_the_board(left, until):
     code = "from dask_cml import CMLCluster; CMLCluster.from_name('mine', quiet=True).scale(1)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    [group] = json.loads(run("group", "list", "mine", "--json"))
-    assert group["n_workers"] == 1
+    until(lambda: json.loads(run("group", "list", "mine", "--json"))[0]["n_workers"] == 1)
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ async def close_elsewhere(cluster):
 
 
 async def shut_down_in_the_sidebar(cluster):
-    await (await ListedCluster(name="lab", create_mode="connect", asynchronous=True, quiet=True)).close()
+    await ListedCluster(store.read("lab")).close()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ async def shut_down_in_the_sidebar(cluster):
 )
 @simulated
 async def test_everybody_learns_who_ended_a_cluster_and_where(it, end, what):
-    cluster = await simulate(name="lab", n_workers=1)
+    cluster = await simulate(name="lab", n_workers=1, security=True)
     async with rebuild("lab") as seeing, Client("cml://lab", asynchronous=True) as client:
         future = client.submit(asyncio.sleep, 3600)
         await client.wait_for_workers(1)

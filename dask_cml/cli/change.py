@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,7 +53,8 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
     The command waits until the workers are connected.
     """
     async with connected(name) as cluster:
-        await cluster.scale(n, worker_group=group)
+        scaling: Any = cluster.scale(n, worker_group=group)
+        await scaling
         await wait_for_scale(cluster, n, group, timeout)
     echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
 
@@ -68,21 +70,23 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     It gets at least MINIMUM and at most MAXIMUM worker sessions. Without MAXIMUM, the maximum is the
     limit of the site, or 100. The command returns at once. The process that manages the cluster adapts it.
     """
+    from dask_cml.records import store
+
     async with connected(name) as cluster:
         adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
-        await cluster.sharing.written()
-        board = cluster.sharing.board
+    state = store.read(name).scheduler
     words = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-    if board.keeper is None and not board.lives_on:
+    if state.manager is None and state.orphan_timeout is not None:
         words += f" as soon as a process manages it. In Python, run: CMLCluster.from_name({name!r})"
     echo(words)
 
 
-def connected(name: str) -> CMLCluster:
-    """Return a cluster that outlives an ``async with`` block, and that another process manages."""
-    from dask_cml.observers import CommandedCluster
+def connected(name: str) -> AbstractAsyncContextManager[CMLCluster]:
+    """Connect to a cluster to change it, until its files show the change."""
+    from dask_cml.observers import changing
+    from dask_cml.records import store
 
-    return CommandedCluster.from_name(name, asynchronous=True, quiet=True)
+    return changing(store.read(name))
 
 
 def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
