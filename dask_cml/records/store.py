@@ -355,7 +355,7 @@ def _patiently(read: Callable[[Path], Record | None], folder: Path) -> Record | 
         try:
             return read(folder)
         except (OSError, ValueError, RecursionError) as error:
-            if isinstance(error, FileNotFoundError) and is_gone(folder):
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)) and is_gone(folder):
                 return None
             is_stale = isinstance(error, FileNotFoundError) or getattr(error, "errno", 0) == errno.ESTALE
             if not is_stale or not tries_left:
