@@ -35,8 +35,13 @@ PUBLIC = {
     "value",  # of an ipywidgets widget
     "workers_v1",
     "_render_traceback_",  # of an exception, for IPython
-    "_adaptive",  # of SpecCluster, in an object of its subclass CMLCluster, as of the next one
+    "_adaptive",  # of SpecCluster, in an object of its subclass CMLCluster, as of the next ones
     "_i",
+    "scheduler_comm",
+    "worker_spec",
+    "_sync_cluster_info_task",
+    "_watch_worker_status_comm",
+    "_watch_worker_status_task",
 }
 
 
