@@ -473,6 +473,7 @@ class CMLCluster(SpecCluster):
             if kind != "close":  # a user ends an Adaptive of another class, which scales here
                 self.groups.adapt(arguments["group"], None)
             return self.sharing.post(kind, **arguments)
+        self.sharing.carry_out_mail()
         self._carry_out(kind, **arguments)
         self.sharing.asked(kind, **arguments)
         return NoOpAwaitable()

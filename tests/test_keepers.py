@@ -34,6 +34,7 @@ from clusters import (
     spec_of,
     step_in,
     stop_managing,
+    take_board,
     target,
     until_written,
     waits,
@@ -51,6 +52,7 @@ from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
+from dask_cml.scheduler.board import Letter, Request
 from dask_cml.sessions.entry import Launch
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing import sharing
@@ -321,6 +323,16 @@ async def test_a_cluster_that_may_run_already_takes_no_request_before_it_is_conn
         await remote.scale(1)
         await eventually(lambda: has(keeper, 1))
         await remote.leave()
+
+
+@simulated
+async def test_a_user_who_scales_after_a_request_that_the_keeper_knows_is_the_last(it):
+    async with simulate(name="lab", n_workers=0) as cluster:
+        request = Letter(number=1, request=Request(kind="scale", n=0))
+        change_known_board(cluster, mail=(request,))
+        cluster.scale(2)
+        await take_board(cluster, mail=(request,))
+        assert len(cluster.worker_spec) == 2
 
 
 @simulated

@@ -436,6 +436,11 @@ class Sharing:
             self._post_soon(number, request)
         await self._cluster.ending.yield_sessions()
 
+    def carry_out_mail(self) -> None:
+        """Carry out what other processes have asked for until now, as far as this process knows it."""
+        if self._keeper is not None:
+            self._keeper.carry_out(self.link.board.mail)
+
     def asked(self, kind: str, **arguments: Any) -> None:
         """Note what a user of this process has asked for and is carried out here. Report it soon."""
         if self._keeper is not None and self._following is not None:
