@@ -18,7 +18,7 @@ from distributed import Scheduler
 from simulated.process import SimulatedProcess
 from simulated.world import World
 
-from dask_cml import CMLCluster, CMLError, cli
+from dask_cml import CMLCluster, CMLError, cli, output
 from dask_cml.discovery import discover
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import state_directory
@@ -140,8 +140,10 @@ def lines_of(cluster: CMLCluster) -> list[str]:
 
 
 def log_of(cluster: CMLCluster) -> str:
-    """Return these lines as one text."""
-    return "\n".join(lines_of(cluster))
+    """Return these lines as one text, after they are written to the cluster's own log, too."""
+    lines = lines_of(cluster)
+    output.flush()
+    return "\n".join(lines)
 
 
 def live(platform: ModuleType) -> list[dict[str, Any]]:

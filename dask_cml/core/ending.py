@@ -67,6 +67,8 @@ class Ending:
         self._pid = os.getpid()
         self._cluster = cluster
         self._task: asyncio.Task[None] | None = None
+        #: The id of an exception that the caller handles. It ends no block of this cluster.
+        self._handled = id(sys.exc_info()[1])
         #: What waits for a file system that hangs.
         self._writing: set[asyncio.Future[None]] = set()
         self._close_lock = threading.RLock()
@@ -411,7 +413,7 @@ class Ending:
         """Note the exception that ends the cluster's block or program, for its log and its history."""
         if self.has_begun or error is None or isinstance(error, SystemExit):
             return
-        if not self._cluster.shutdown_on_close:
+        if not self._cluster.shutdown_on_close or id(error) == self._handled:
             return
         words = first_line("".join(traceback.format_exception_only(error)))
         self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
