@@ -120,7 +120,8 @@ async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
 # -- the board
 
 
-async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path):
+async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")
     folder = prepare(tmp_path / "mine", number=3)
     async with scheduler_in(folder, number=3) as running, rpc(running.address) as comm:
         assert await comm.cml_hello() == {
@@ -128,6 +129,7 @@ async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path):
             "cluster": "mine",
             "record": RECORD,
             "number": 3,
+            "session": "abcdefgh12345678",
         }
 
 

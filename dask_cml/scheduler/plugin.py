@@ -221,12 +221,14 @@ class CMLSchedulerPlugin(WorkerQuestions):
     # -- the board
 
     def hello(self) -> dict[str, Any]:
-        """Return which cluster this scheduler belongs to, and its protocol."""
+        """Return which cluster this scheduler belongs to, its session, and its protocol."""
         return {
             "protocol": protocol.PROTOCOL,
             "cluster": self._cluster,
             "record": self._record,
             "number": self._file.number,
+            # of several that were launched, see ``dask_cml/sessions/process.py``
+            "session": os.environ.get("CDSW_ENGINE_ID"),
         }
 
     async def watch(

@@ -49,6 +49,17 @@ def managing(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @simulated
+async def test_a_scheduler_whose_launch_was_answered_by_an_error_is_used_and_not_stopped(it):
+    it.platform.plan("launch_workers", Mishap(answer={"message": "Unauthorized"}))
+    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        address = cluster.scheduler_address
+        await asyncio.sleep(120.0)
+        assert await client.submit(sum, [1, 2]) == 3
+        assert cluster.scheduler_address == address
+        assert "scheduler" not in log_of(cluster)
+
+
+@simulated
 async def test_calls_that_fail_for_some_seconds_are_repeated_and_nobody_notices(it, caplog):
     async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await client.wait_for_workers(1)
