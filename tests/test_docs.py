@@ -301,3 +301,8 @@ def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
         mine = CMLCluster(name="mine", n_workers=1, quiet=True)
         mine.wait_for_workers(1)
         run_examples(filter(of_a_cluster, MODULES), cluster=mine)
+
+
+def test_the_readme_sets_up_all_with_two_commands():
+    commands = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert [command.count("\n") for command in commands] == [1, 1]  # `.ci/run` runs them
