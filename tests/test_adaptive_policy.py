@@ -61,7 +61,7 @@ class Simulation:
     """
 
     name = "mine"
-    keeps = is_keeper = True
+    sharing = SimpleNamespace(keeps=True)
 
     def __init__(self, start, task=1.0, *, is_known=False, n_workers=0, **options):
         self.now, self.start, self.task, self.is_known = 0.0, start, task, is_known
