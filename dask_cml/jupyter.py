@@ -118,7 +118,11 @@ class ListedCluster:
 
     def __init__(self, record: Record) -> None:
         self.record = record
+        #: Whether :meth:`close` is under way. The sidebar removes the cluster itself after that.
+        self.is_closing = False
         self._adapting: asyncio.Task[None] | None = None
+        #: Changes are made in their order.
+        self._changing = asyncio.Lock()
         self._forwarder = DashboardForwarder(lambda: open_dashboard(self.record))
 
     @property
@@ -142,7 +146,7 @@ class ListedCluster:
 
     async def scale(self, n: int) -> None:
         """Scale the default worker group."""
-        async with changing(self.record) as cluster:
+        async with self._changing, changing(self.record) as cluster:
             scaling: Any = cluster.scale(n)
             await scaling
 
@@ -153,7 +157,7 @@ class ListedCluster:
 
     async def _adapt(self, minimum: int, maximum: int) -> None:
         try:
-            async with changing(self.record) as cluster:
+            async with self._changing, changing(self.record) as cluster:
                 cluster.adapt(minimum, maximum)
         except (CMLError, ValueError) as error:  # the sidebar waits for none
             logger.warning("Cluster %s not changed: %s", self.record.name, error)
@@ -179,8 +183,11 @@ class ListedCluster:
                 f"{command('delete', record.name)}"
             )
         reason = f"shut down in JupyterLab's sidebar by {Maker.this_process().words}"
-        errors = await operations.end_all([record], reason=reason)
-        error = errors[record.name]
+        self.is_closing = True
+        try:
+            error = (await operations.end_all([record], reason=reason))[record.name]
+        finally:
+            self.is_closing = False
         if error is not None:
             raise error
         await self.leave()
@@ -241,7 +248,7 @@ class Sidebar(Observers):
                 self._adaptives.pop(id, None)
 
     async def _drop(self, id: str) -> None:
-        cluster = self._listed.pop(id)
+        cluster = self._listed.pop(id, None)  # SHUTDOWN may have removed it meanwhile
         self._names.pop(id, None)
         self._adaptives.pop(id, None)
         if isinstance(cluster, ListedCluster):
@@ -251,7 +258,7 @@ class Sidebar(Observers):
 def _has_ended(cluster: Any, is_running: bool) -> bool:
     if isinstance(cluster, CMLCluster):
         return cluster.status == Status.closed
-    return isinstance(cluster, ListedCluster) and not is_running
+    return isinstance(cluster, ListedCluster) and not is_running and not cluster.is_closing
 
 
 async def _adapts(cluster: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import jupyter
 from dask_cml.jupyter import Sidebar, find_manager
+from dask_cml.observers import CommandedCluster
 from dask_cml.records import store
 from dask_cml.timing import timing
 
@@ -177,6 +179,53 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
         words = "invalid n=3: expected at most 2, because cml"
         with dask.config.set({"cml.limits.sessions": 3}), pytest.raises(ValueError, match=words):
             await listed.scale(3)  # as dask-labextension does, which shows the error
+        await listed.close()
+        await eventually(lambda: cluster.status == Status.closed)
+
+
+@simulated
+async def test_a_cluster_stays_listed_while_shutdown_stops_its_sessions(it):
+    """The sidebar removes it itself after that, and fails if it is gone."""
+    async with listing() as sidebar:
+        await left_over("c")
+        await eventually(lambda: sidebar._listed)
+        [(cluster_id, listed)] = sidebar._listed.items()
+        stop = it.platform.stop_workers
+
+        def stop_late(*ids):
+            time.sleep(1.0)
+            return stop(*ids)
+
+        it.platform.stop_workers = stop_late
+        closing = asyncio.create_task(listed.close())
+        while not closing.done():
+            assert cluster_id in sidebar._listed
+            await asyncio.sleep(0.01)
+        await closing
+        await eventually(lambda: not sidebar._listed)
+
+
+@simulated
+async def test_the_last_change_in_the_sidebar_counts(it, monkeypatch):
+    creator = await create_elsewhere(it, name="c", security=True)
+    [cluster] = creator.clusters
+    join, waits = CommandedCluster.from_name, [0.5, 0.0]
+
+    @contextlib.asynccontextmanager
+    async def from_name(*arguments, **named):
+        await asyncio.sleep(waits.pop(0))
+        async with join(*arguments, **named) as joined:
+            yield joined
+
+    monkeypatch.setattr(CommandedCluster, "from_name", from_name)
+    async with listing() as sidebar:
+        await eventually(lambda: sidebar._listed)
+        [listed] = sidebar._listed.values()
+        listed.adapt(minimum=0, maximum=3)
+        await asyncio.sleep(0)
+        await listed.scale(1)
+        await asyncio.sleep(2.0)
+        assert limits(cluster) is None
         await listed.close()
         await eventually(lambda: cluster.status == Status.closed)
 
