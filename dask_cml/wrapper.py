@@ -336,7 +336,7 @@ def _enter_end(cluster: _Cluster) -> None:
     while session and time.monotonic() < deadline:
         try:
             _create(end)
-        except FileNotFoundError:  # its cluster was deleted
+        except (FileExistsError, FileNotFoundError):  # the keeper was faster, or the cluster was deleted
             return
         except OSError as error:
             print(f"End not entered into the record: {error!r}", flush=True)

@@ -113,6 +113,17 @@ def test_the_end_of_a_schedulers_program_is_entered_into_the_record(tmp_path, mo
         assert [name.rsplit(",", 2)[0] for name in names] == ["session-1,ended"] * gives_signs
 
 
+def test_an_end_that_is_in_the_record_already_delays_no_session(tmp_path, monkeypatch):
+    """NFS may repeat a request whose answer was lost. The keeper may enter the end, too."""
+    monkeypatch.setenv("CDSW_ENGINE_ID", "session-1")
+    monkeypatch.setattr(wrapper.time, "time", lambda: 1790000000.0)
+    monkeypatch.setattr(wrapper.time, "sleep", lambda _: pytest.fail("it waits"))
+    (tmp_path / "sessions").mkdir()
+    for _ in range(2):
+        wrapper._enter_end(wrapper._Cluster(str(tmp_path)))
+    assert [path.name for path in (tmp_path / "sessions").iterdir()] == ["session-1,ended,1790000000,"]
+
+
 # -- a log's limit
 
 #: What the logs of these tests keep of their beginning and of their end, in bytes.
