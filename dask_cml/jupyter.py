@@ -26,9 +26,9 @@ from dask_cml.cluster import CMLCluster
 from dask_cml.dashboard.proxy import DashboardForwarder
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.observers import Observers, changing, open_dashboard
+from dask_cml.observers import EXPECTED, Observers, changing, open_dashboard
 from dask_cml.output import get_logger
-from dask_cml.records import operations
+from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, cluster_address
 from dask_cml.sessions.here import this_session, this_user
 from dask_cml.words import command
@@ -125,6 +125,11 @@ class ListedCluster:
         self._changing = asyncio.Lock()
         self._forwarder = DashboardForwarder(lambda: open_dashboard(self.record))
 
+    def show(self, record: Record) -> None:
+        """Show a record, unless a newer one is known. A read may have begun before a change."""
+        if _written(record) >= _written(self.record):
+            self.record = record
+
     @property
     def scheduler_info(self) -> dict[str, Any]:
         """The workers. The sidebar counts them, and sums up their threads and their memory."""
@@ -159,7 +164,8 @@ class ListedCluster:
         try:
             async with self._changing, changing(self.record) as cluster:
                 cluster.adapt(minimum, maximum)
-        except (CMLError, ValueError) as error:  # the sidebar waits for none
+            self.show(await asyncio.to_thread(store.refreshed, self.record))
+        except EXPECTED as error:  # the sidebar waits for none
             logger.warning("Cluster %s not changed: %s", self.record.name, error)
 
     @property
@@ -236,7 +242,7 @@ class Sidebar(Observers):
         running = {_sidebar_id(record): record for record in self.running_elsewhere()}
         for id, record in running.items():
             if id in self._listed:
-                self._listed[id].record = record
+                self._listed[id].show(record)
             else:
                 self._listed[id], self._names[id] = ListedCluster(record), record.name
         ended = {id for id, cluster in self._listed.items() if _has_ended(cluster, id in running)}
@@ -253,6 +259,11 @@ class Sidebar(Observers):
         self._adaptives.pop(id, None)
         if isinstance(cluster, ListedCluster):
             await cluster.leave()
+
+
+def _written(record: Record) -> tuple[int, int]:
+    """Return what tells an older file of a cluster's schedulers from a newer one."""
+    return record.scheduler.number, record.scheduler.revision
 
 
 def _has_ended(cluster: Any, is_running: bool) -> bool:

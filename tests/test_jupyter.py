@@ -24,6 +24,7 @@ from lab import JupyterServer, until
 from simulated.testing import eventually, simulated
 
 from dask_cml import jupyter
+from dask_cml.cancellation import cancel
 from dask_cml.jupyter import Sidebar, find_manager
 from dask_cml.observers import CommandedCluster
 from dask_cml.records import store
@@ -226,6 +227,22 @@ async def test_the_last_change_in_the_sidebar_counts(it, monkeypatch):
         await listed.scale(1)
         await asyncio.sleep(2.0)
         assert limits(cluster) is None
+        await listed.close()
+        await eventually(lambda: cluster.status == Status.closed)
+
+
+@simulated
+async def test_a_read_that_began_before_a_change_does_not_end_adaptive_scaling(it):
+    creator = await create_elsewhere(it, name="c", security=True)
+    [cluster] = creator.clusters
+    async with listing() as sidebar:
+        await eventually(lambda: sidebar._listed)
+        [(cluster_id, listed)] = sidebar._listed.items()
+        await cancel(sidebar._polling)
+        sidebar._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
+        await listed._adapting
+        await sidebar.polled()  # with the records of the last read
+        assert cluster_id in sidebar._adaptives
         await listed.close()
         await eventually(lambda: cluster.status == Status.closed)
 
