@@ -95,6 +95,20 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
     assert one["usage"]["total"]["sessions"] == 1
 
 
+async def test_a_cluster_is_deleted_while_the_records_are_read(monkeypatch):
+    async def end_all(records, reason):
+        return {record.name: None for record in records}
+
+    monkeypatch.setattr(operations, "end_all", end_all)
+    clusters = ProjectClusters()
+    clusters.records = {name: Record(name, id=name) for name in ("day", "night")}
+    reading = iter(clusters.records.values())  # as a thread does
+    next(reading)
+    await clusters.delete("night")
+    assert [record.name for record in reading] == ["night"]
+    assert [*clusters.records] == ["day"]
+
+
 async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
     state = SchedulerState(address="tcp://127.0.0.1:1", closed="idle for 60 s")
     write_record(Record("dead", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler=state))

@@ -386,7 +386,8 @@ class ProjectClusters(Observers):
             error = errors[name]
             if error is not None:
                 raise error
-        self.records.pop(record.id, None)
+        # A thread may read the last ones.
+        self.records = {id: known for id, known in self.records.items() if id != record.id}
 
 
 def _start_times(record: Record) -> list[float]:
