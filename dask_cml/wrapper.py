@@ -29,8 +29,6 @@ _OMITTED = b"\n[output omitted: a log keeps its beginning and its end]\n"
 _PART = 2**18
 #: Seconds between two looks for a scheduler's file, and at its content.
 _POLL_INTERVAL, _STATE_INTERVAL = 0.2, 15.0
-#: Maximum number of bytes of a file with JSON.
-_MOST_JSON = 2**20
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
 #: reads of the memory. Another share by which the memory grows until the log says so again.
 _FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
@@ -376,7 +374,7 @@ def _read_json(path: str) -> dict[str, Any]:
     """Return the content of a file of another process. It is empty if that is not possible now."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         with open(path, "rb", opener=_safely) as file:
-            content = json.loads(file.read(_MOST_JSON))
+            content = json.loads(file.read())
         if isinstance(content, dict):
             return content
     return {}

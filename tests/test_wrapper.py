@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -262,6 +263,13 @@ def test_a_schedulers_session_dates_its_file_while_it_is_the_last_of_its_own_clu
     assert dated() == 0
     (folder / "board-1.json").unlink()
     (folder / "scheduler-0.json").write_text('{"closed": "idle for 1 s"}')
+    assert dated() == 0
+
+
+def test_the_end_of_a_cluster_of_thousands_of_sessions_is_read(sign):
+    folder, dated = sign
+    sessions = [f"mine-{i}" for i in range(200_000)]
+    (folder / "scheduler-0.json").write_text(json.dumps({"sessions": sessions, "closed": "deleted by ann"}))
     assert dated() == 0
 
 
