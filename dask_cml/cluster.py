@@ -454,12 +454,10 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(memory="3 GiB")
         """
         # SpecCluster.scale (spec.py:515) knows no groups, and closes whichever workers it added last.
+        # SpecCluster.scale_up (spec.py:589) is that method, too.
         refuse_unexpected(self.scale, kwargs)
-        options = self.groups.options(worker_group)
-        n = options.sessions_for(n, memory, cores)
+        n = self.groups.sessions_for(worker_group, n, memory, cores)
         self._check_running(f"worker group {worker_group!r} not scaled", or_new=True)
-        if n > self.groups.target(worker_group):
-            check_room("n", n, options.worker, self.groups.others(worker_group))
         return self._in_loop(self._ask, "scale", group=worker_group, n=n)
 
     def _in_loop(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -512,6 +510,8 @@ class CMLCluster(SpecCluster):
             if self._is_keeper:
                 self.groups.begin_adapting()
         self.processes.begin_anew(group)
+
+    scale_up = scale
 
     async def scale_down(self, workers: Iterable[str]) -> None:
         """Close workers by their names, after moving their data to others.
@@ -609,6 +609,7 @@ class CMLCluster(SpecCluster):
             asked = self._ask("stop adapting", group=group)
             self.groups.adapt(group, adaptive)
             return asked
+        self.sharing.carry_out_mail()  # which may scale the group, and would end this Adaptive
         self.groups.adapt(group, None if self.is_remote else adaptive)
         return self._ask("adapt", group=group, limits=adaptive.limits)
 

@@ -6,11 +6,14 @@ import asyncio
 import gc
 import threading
 
+import dask
 import pytest
 from clusters import (
     adapting_of,
     arrived,
+    change_known_board,
     create_elsewhere,
+    cut_off,
     is_keeper,
     limits,
     manages,
@@ -25,6 +28,7 @@ from clusters import (
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
+from dask_cml.scheduler.board import Letter, Request
 from dask_cml.timing import timing
 
 FAST = {"interval": "1 s", "wait_count": 2}
@@ -385,6 +389,76 @@ async def test_another_class_goes_on_although_nobody_else_holds_it(it):
         gc.collect()
         wanted.append(2)
         await eventually(lambda: arrived(cluster) == 2, seconds=60.0)
+
+
+@simulated
+async def test_another_class_may_scale_without_waiting_by_memory_too_and_within_the_limits_of_the_site(it):
+    class Hasty(Adaptive):
+        async def scale_up(self, n):
+            self.cluster.scale(memory=f"{4 * n} GiB")
+
+    async with (
+        simulate(name="mine", memory=4, worker_groups={"gpu": {}}) as cluster,
+        rebuild("mine") as remote,
+    ):
+        wanted = [2]
+        scheduler_of(it, cluster).handlers["adaptive_target"] = lambda **_: wanted[-1]
+        for user in cluster, remote:
+            adaptive = user.adapt(Adaptive=Hasty, interval="1 s")
+            await eventually(lambda: target(cluster) == 2)
+            adaptive.stop()
+            await cluster.scale(0)
+            await eventually(lambda: target(remote) == 0)
+        with dask.config.set({"cml.limits.sessions": 4}):
+            cluster.adapt(0, 3, Adaptive=Adaptive, interval="1 s")
+            await eventually(lambda: target(cluster) == 2)
+            cluster.scale(1, worker_group="gpu")
+            wanted.append(3)
+            await asyncio.sleep(5)
+            assert target(cluster) == 2
+
+
+@simulated
+async def test_a_request_of_another_process_before_the_user_adapts_ends_not_the_adaptive_of_the_user(it):
+    async with simulate(name="lab", n_workers=0) as cluster:
+        request = Letter(number=1, request=Request(kind="scale", n=2))
+        change_known_board(cluster, mail=(request,))
+        adaptive = cluster.adapt(1, 3)
+        assert target(cluster) == 2
+        assert cluster._adaptive is adaptive
+        adaptive.stop()
+        assert limits(cluster) is None
+
+
+@simulated
+async def test_a_release_of_dask_whose_adaptive_has_no_state_adapts_and_stops_everywhere(it, monkeypatch):
+    def without_state(self, *arguments, **options):
+        begin(self, *arguments, **options)
+        vars(self).pop("state", None)
+
+    begin = Adaptive.__init__
+    monkeypatch.setattr(Adaptive, "__init__", without_state)
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
+        for user in cluster, remote:
+            adaptive = user.adapt(1, 3)
+            await eventually(lambda: limits(cluster) == limits(remote) == (1, 3))
+            adaptive.stop()
+            await eventually(lambda: limits(cluster) is limits(remote) is None)
+
+
+@simulated
+async def test_the_object_of_a_user_stops_adaptive_scaling_although_another_process_kept_the_cluster(it):
+    async with simulate(name="mine") as cluster, rebuild("mine") as other:
+        adaptive = cluster.adapt(1, 3)
+        await until_written(cluster)
+        heal = cut_off(cluster)
+        await eventually(lambda: is_keeper(other))
+        heal()
+        await eventually(lambda: not manages(cluster))
+        assert limits(other) == (1, 3)
+        adaptive.stop()
+        await until_written(cluster)
+        await eventually(lambda: limits(other) is limits(cluster) is None)
 
 
 @simulated

@@ -514,7 +514,7 @@ async def test_the_launch_of_a_worker_that_nobody_wants_any_more_launches_nothin
 @simulated
 async def test_scale_and_scale_down_as_dask_calls_them(it):
     async with simulate(name="mine") as cluster:
-        await cluster.scale(3)
+        await cluster.scale_up(3)
         await cluster
         assert {*cluster.workers} == {"mine-0", "mine-1", "mine-2"}
         await cluster.scale_down(["mine-0", "mine-2", "unknown"])
@@ -523,7 +523,7 @@ async def test_scale_and_scale_down_as_dask_calls_them(it):
         assert target(cluster) == 1
         await cluster.add_worker_group("gpu", n_workers=1)
         cluster.adapt(0, 4)
-        await cluster.scale(memory="4 GiB")
+        await cluster.scale_up(memory="4 GiB")
         assert {*cluster.worker_spec} == {"mine-1", "mine-3", "mine-gpu-0"}
         assert limits(cluster) is None
 
@@ -628,8 +628,8 @@ def sources():
 
 
 def test_few_members_of_speccluster_and_cluster_are_overridden():
-    # SpecCluster leaves `from_name` and `_new_worker_name` to its subclasses.
-    assert len(overridden().keys() - {"from_name", "_new_worker_name"}) <= 16
+    # SpecCluster leaves `from_name` and `_new_worker_name` to its subclasses, and `scale_up` is `scale`.
+    assert len(overridden().keys() - {"from_name", "_new_worker_name", "scale_up"}) <= 16
 
 
 @pytest.mark.parametrize("name", overridden())

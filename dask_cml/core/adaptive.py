@@ -11,6 +11,7 @@ from typing import Any
 
 import dask.config
 from distributed.deploy.adaptive import Adaptive
+from distributed.utils import NoOpAwaitable
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml.checks import integer, seconds
@@ -47,12 +48,15 @@ class AdaptedCluster:
         adaptive = self._cluster.groups.adaptive(DEFAULT_GROUP)
         return getattr(adaptive, "cluster", None) is self
 
-    async def scale(self, n: int) -> None:
-        """Scale to `n` sessions, and go on with adaptive scaling."""
-        if self._adapts() and self._cluster.is_remote:
-            await self._cluster.sharing.post("scale", group=DEFAULT_GROUP, n=n)
-        elif self._adapts():
-            self._cluster._resize(DEFAULT_GROUP, n)
+    def scale(self, n: int = 0, memory: float | str | None = None, cores: float | None = None) -> Any:
+        """Scale to `n` sessions as :meth:`CMLCluster.scale` does, and go on with adaptive scaling."""
+        if not self._adapts():
+            return NoOpAwaitable()
+        n = self._cluster.groups.sessions_for(DEFAULT_GROUP, n, memory, cores)
+        if self._cluster.is_remote:
+            return self._cluster.sharing.post("scale", group=DEFAULT_GROUP, n=n)
+        self._cluster._resize(DEFAULT_GROUP, n)
+        return NoOpAwaitable()
 
     async def scale_down(self, workers: Iterable[str]) -> None:
         """Close workers by their names, after moving their data to others."""
@@ -131,6 +135,7 @@ class CMLAdaptive(Adaptive):
     """
 
     cluster: Any
+    state: Any = "inactive"  # older releases of Dask's class have none
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from dask_cml.checks import message
 from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import Options
-from dask_cml.options.limits import Sessions
+from dask_cml.options.limits import Sessions, check_room
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -252,9 +252,10 @@ class Groups:
 
     def yield_adapting(self) -> None:
         """Let another process adapt the groups between the limits on the board."""
-        for group in [*self._adaptives]:
+        for group, adaptive in [*self._adaptives.items()]:
             if self.limits(group) is not None:
                 self.adapt(group, None)
+                adaptive.state = "inactive"  # its user may still stop it
 
     def stop_adapting(self) -> None:
         """Stop adaptive scaling of all groups."""
@@ -367,6 +368,20 @@ class Groups:
             if name != group:
                 sessions.append((options.worker, self.target(name)))
         return sessions
+
+    def sessions_for(self, group: str, n: int, memory: float | str | None, cores: float | None) -> int:
+        """Return to how many sessions a group is to be scaled.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is invalid, or more exceed a limit of the site.
+        """
+        options = self.options(group)
+        n = options.sessions_for(n, memory, cores)
+        if n > self.target(group):
+            check_room("n", n, options.worker, self.others(group))
+        return n
 
     def resize(self, group: str, n: int, absent: Collection[str]) -> None:
         """Want `n` workers of a group.
