@@ -501,6 +501,26 @@ def test_a_close_waits_for_that_of_another_thread_as_long_as_it_may(platform):
     assert cluster.status == Status.closed
 
 
+def test_a_close_that_takes_longer_than_it_may_says_so_and_goes_on(platform, until):
+    """Also if the event loop is busy. In Python 3.10, the TimeoutError of futures is not Python's."""
+    cluster = CMLCluster(n_workers=0, name="mine", platform="local", quiet=True)
+    busy, may_close = threading.Event(), threading.Event()
+
+    def block():
+        busy.set()
+        may_close.wait(60)
+
+    cluster.loop.add_callback(block)
+    assert busy.wait(60)
+    with pytest.raises(TimeoutError, match=r"^cluster mine not closed within 0\.1 s$") as caught:
+        cluster.close(timeout=0.1)
+    assert type(caught.value) is TimeoutError
+    may_close.set()
+    until(lambda: cluster.status == Status.closed)
+    cluster.close()
+    assert all(session["stop_requested"] for session in platform.sessions())
+
+
 @pytest.mark.usefixtures("no_worker_processes")
 def test_sigterm_after_the_last_cluster_ends_the_program_as_ever(platform, all_stopped):
     """Even if a thread closed it, from where no handler can be set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import enum
 import inspect
@@ -335,19 +336,21 @@ class Ending:
 
         With `in_any_case`, end without it also if it is busy for longer than `timeout` seconds.
         """
-        loop, ending = self._cluster.loop, self.end(how)
-        try:
-            if loop is not None and loop.asyncio_loop.is_running():
+        loop = self._cluster.loop
+        if loop is not None and loop.asyncio_loop.is_running():
+            ending = self.end(how)
+            try:
                 asyncio.run_coroutine_threadsafe(ending, loop.asyncio_loop).result(timeout)
-        except CMLError:
-            raise
-        except Exception as error:  # of a loop that is busy or ends, or of Dask
-            if not in_any_case:
+            except CMLError:
                 raise
-            logger.info("Event loop of cluster %s not used to close it: %r", self._name, error)
-        finally:
-            if inspect.getcoroutinestate(ending) == inspect.CORO_CREATED:  # the loop has ended
-                ending.close()
+            except Exception as error:  # of a loop that is busy or ends, or of Dask
+                if not in_any_case:
+                    if timeout is None or not isinstance(error, concurrent.futures.TimeoutError):
+                        raise
+                    raise TimeoutError(f"cluster {self._name} not closed within {timeout:g} s") from None
+                logger.info("Event loop of cluster %s not used to close it: %r", self._name, error)
+                if inspect.getcoroutinestate(ending) == inspect.CORO_CREATED:
+                    ending.close()
         if self._has_ended(how):
             return
         self.how = how
