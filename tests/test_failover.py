@@ -623,6 +623,21 @@ async def test_a_refused_scheduler_does_not_count_as_lost(it):
 
 
 @simulated
+async def test_an_outage_of_the_platform_ends_no_cluster_whose_scheduler_was_lost(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.fail("launch_workers", *[OSError("no route to host")] * 10_000)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await asyncio.sleep(1800.0)
+        assert cluster.status == Status.running
+        assert "CML did not launch lab-scheduler" in cluster.problem
+        assert "of 3 in a row" in log_of(cluster)
+        assert "(2 of 3" not in log_of(cluster)
+        it.platform.heal()
+        await eventually(lambda: stands(it, cluster, 1))
+
+
+@simulated
 async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it):
     with mock.patch.object(failover, "_PAUSES", (3600.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:

@@ -17,6 +17,7 @@ from dask_cml.records.history import why_ended
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler.resident import WHO
+from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
@@ -191,7 +192,7 @@ class Failover:
         """
         cluster = self._cluster
         begin = since = time.monotonic()
-        number, refused, unreached = -1, False, False
+        number, not_launched, unreached = -1, False, False
         while True:
             try:
                 record = await self._read(record, why)
@@ -213,8 +214,8 @@ class Failover:
                 return
             if self._is_to_launch(last, time.monotonic() - since):
                 # A file system may fail between the claim of this process and its launch.
-                not_lost = refused or (is_next and last.keeper == self._link.id)
-                refused = False
+                not_lost = not_launched or (is_next and last.keeper == self._link.id)
+                not_launched = False
                 try:
                     if await self._answers(record) or await self._launch_next(record, why, not_lost):
                         return
@@ -225,7 +226,9 @@ class Failover:
                     logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
                     unreached = isinstance(error, SchedulerTimeout)  # it may answer later
                     if isinstance(error, LaunchRefused):
-                        refused = time.monotonic() - begin < cluster.options.pending_timeout
+                        not_launched = time.monotonic() - begin < cluster.options.pending_timeout
+                    else:
+                        not_launched = isinstance(error, CallFailed)
             self.note(why)
             await asyncio.sleep(timing.retry)
 
@@ -257,8 +260,8 @@ class Failover:
         why : str
             Why the last scheduler was lost or not launched.
         not_lost : bool
-            Whether the platform has just refused to launch it, or this process has failed to. Then no other
-            scheduler was lost.
+            Whether the platform has just not launched it, or this process has failed to. Then no other scheduler
+            was lost.
 
         Raises
         ------
