@@ -260,8 +260,7 @@ class Failover:
         why : str
             Why the last scheduler was lost or not launched.
         not_lost : bool
-            Whether the platform has just not launched it, or this process has failed to. Then no other scheduler
-            was lost.
+            Whether the platform has just not launched it, or this process has failed to. Then none was lost.
 
         Raises
         ------
