@@ -496,6 +496,7 @@ class CMLCluster(SpecCluster):
             self.groups.remove(group)
         elif kind == "close":
             self.processes.drop(names)
+            return  # which tells nothing of why workers have failed
         elif kind == "stop adapting":
             self.groups.adapt(group, None)
         elif kind == "scale":

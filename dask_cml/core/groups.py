@@ -38,8 +38,9 @@ class Specs(dict[str, Any]):
     Examples
     --------
     >>> specs = Specs({7: "spec"})
-    >>> specs, specs[7], 7 in specs
-    ({'7': 'spec'}, 'spec', True)
+    >>> specs |= {8: "spec"}
+    >>> specs, specs[7], 8 in specs
+    ({'7': 'spec', '8': 'spec'}, 'spec', True)
     """
 
     def __init__(self, *specs: Any, **more: Any) -> None:
@@ -49,6 +50,10 @@ class Specs(dict[str, Any]):
     def update(self, *specs: Any, **more: Any) -> None:
         """Add specs, or replace them."""
         super().update({str(name): spec for name, spec in dict(*specs, **more).items()})
+
+    def __ior__(self, specs: Any) -> Specs:  # type: ignore[misc, override]
+        self.update(specs)
+        return self
 
     def setdefault(self, name: Any, spec: Any = None) -> Any:
         """Return a worker's spec. Without one, add it."""
