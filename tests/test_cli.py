@@ -257,6 +257,14 @@ def test_the_version_is_that_of_the_package():
     assert run("--version") == f"dask-cml, version {dask_cml.__version__}\n"
 
 
+def test_a_stale_cluster_is_shown_with_the_command_that_removes_what_is_left():
+    scheduler = SchedulerState(address="tls://127.0.0.1:1", closed="orphaned")
+    write_record(Record("left", maker=NOBODY, options={"platform": "local"}, scheduler=scheduler))
+    problem = "its scheduler has closed: orphaned; run `dask cml delete left`\n"
+    assert f"\nProblem of left: {problem}" in run("list")
+    assert f"\nproblem    {problem}" in run("info", "left")
+
+
 def test_a_silent_cluster_counts_its_hours_until_its_last_sign_of_life():
     add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-0"))
     sign = state_directory() / "left" / scheduler_file(0)

@@ -53,7 +53,13 @@ async def list_clusters(as_json: bool) -> None:
     print_table(_COLUMNS, [[*_cells(row).values()] for row in rows])
     for row in rows:
         if row["problem"]:
-            echo(f"Problem of {row['name']}: {first_line_of(row['problem'])}")
+            echo(f"Problem of {row['name']}: {_problem_of(row)}")
+
+
+def _problem_of(row: dict[str, Any]) -> str:
+    """Return a cluster's problem in one line, and of what has ended, the command that removes the rest."""
+    advice = f"; run {command('delete', row['name'])}" if row["status"] == "stale" else ""
+    return f"{first_line_of(row['problem'])}{advice}"
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -114,7 +120,7 @@ async def info(name: str | None, as_json: bool) -> None:
         }
         print_json(row | {"sessions": sessions, "owners": owners})
         return
-    problem = first_line_of(row["problem"]) if row["problem"] else None
+    problem = _problem_of(row) if row["problem"] else None
     manager = row["manager"]
     if manager is None and row["status"] == "running":
         lives_on = record.scheduler.orphan_timeout is None and not problem
