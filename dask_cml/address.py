@@ -121,6 +121,7 @@ class CMLConnector(Connector):
         except FatalCommClosedError:
             raise
         except OSError as error:
+            await _warn_of_end(record)
             raise OSError("; ".join(filter(None, (f"{unreachable}: {error}", why)))) from error
         except asyncio.CancelledError as error:  # perhaps by Dask's time limit, whose error does not say why
             if why is not None:
@@ -129,6 +130,19 @@ class CMLConnector(Connector):
                     _warned.add(record.id)
                     logger.warning("%s", error.__cause__)
             raise
+
+
+async def _warn_of_end(record: Record) -> None:
+    """Log once that the cluster of a scheduler that was not reached has ended. Dask's error does not say so.
+
+    A notebook may still replace the scheduler, so Dask tries again.
+    """
+    ended = await _in_thread(liveness.judge_end, record, {})
+    scheduler = f"{record.id} {record.scheduler.address}"
+    if ended is not None and ended.state is liveness.State.DEAD and scheduler not in _warned:
+        _warned.add(scheduler)
+        delete = command("delete", record.name)
+        logger.warning("Cluster %s not connected: %s; run %s", record.name, ended.why, delete)
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:

@@ -14,9 +14,10 @@ from datetime import datetime, timezone
 
 import dask
 import pytest
-from clusters import write_record, write_scheduler
+from clusters import end, sessions, write_record, write_scheduler
 from distributed import Client, Scheduler
 from distributed.core import rpc
+from ports import free_port
 
 from dask_cml import CMLCluster, CMLError, NoSuchCluster, address
 from dask_cml.address import CMLBackend, CMLConnector, load_security
@@ -274,6 +275,18 @@ async def test_a_client_does_not_wait_for_a_cluster_whose_creator_died_before_th
         NoSuchCluster, match="ended before its scheduler answered; run `dask cml delete soon`"
     ):
         await asyncio.wait_for(Client("cml://soon", asynchronous=True, timeout=600), 60)
+
+
+async def test_a_client_of_a_cluster_whose_scheduler_has_ended_says_so_once(platform, caplog):
+    """Dask's own error says only that its time is up."""
+    scheduler = SchedulerState(address=f"tcp://127.0.0.1:{free_port()}", session="aaaabbbb")
+    creator = dataclasses.replace(Maker.this_process(), pid=2**22 + 1)
+    write_record(Record("gone", maker=creator, scheduler=scheduler, launches=sessions(aaaabbbb="scheduler")))
+    end(store.read("gone"), "aaaabbbb")
+    with pytest.raises(OSError, match="Timed out"):
+        await Client("cml://gone", asynchronous=True, timeout=1)
+    why = "the program of its scheduler's session aaaabbbb has ended; run `dask cml delete gone`"
+    assert caplog.text.count(f"Cluster gone not connected: {why}") == 1
 
 
 async def test_a_client_follows_its_cluster_to_another_address(platform, holds):

@@ -174,7 +174,7 @@ def _is_known(look: asyncio.Task[Finding]) -> bool:
 async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[str, SessionInfo]) -> Finding:
     """Judge a cluster. Do not wait for a scheduler that has ended by proof: Dask repeats its connection."""
     if not _is_known(look):
-        ended = await asyncio.to_thread(_judge_end, record, listing)
+        ended = await asyncio.to_thread(judge_end, record, listing)
         if ended is not None:
             return ended
     finding = await look
@@ -182,7 +182,7 @@ async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[s
     return Finding(finding.state, words or finding.why) if finding.state is State.UNKNOWN else finding
 
 
-def _judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | None:
+def judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | None:
     """Judge a cluster whose scheduler has ended. Return None if there is no proof of that. Blocks."""
     why, scheduler, creator = why_ended(record, listing), record.scheduler, record.launcher
     if why is None:
@@ -245,7 +245,7 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     listing : mapping of str to SessionInfo
         The result of :func:`listed`.
     """
-    return _judge_end(record, listing) or _by_files(record)
+    return judge_end(record, listing) or _by_files(record)
 
 
 def _by_files(record: Record) -> Finding:
@@ -276,7 +276,7 @@ async def look(records: Iterable[Record], timeout: float) -> dict[str, Finding]:
 
 async def _look_at(record: Record, timeout: float) -> Finding:
     address = record.scheduler.address
-    ended = await asyncio.to_thread(_judge_end, record, {})
+    ended = await asyncio.to_thread(judge_end, record, {})
     if ended is not None:
         return ended
     if address is None or record.security is None:
