@@ -265,6 +265,21 @@ async def test_a_process_that_launches_the_next_scheduler_gives_no_name_again(it
         assert mine.problem is None
 
 
+@simulated
+async def test_a_process_that_launches_the_next_scheduler_owns_the_sessions_and_keeps_again_after_silence(it):
+    env = {"CDSW_ENGINE_ID": "anothersession00"}
+    creator = await create_elsewhere(it, env=env, name="lab", n_workers=1, shutdown_on_close=False)
+    async with rebuild("lab", shutdown_on_close=True) as mine:
+        await eventually(lambda: arrived(mine) == 1)
+        creator.kill()
+        end_session(it, "anothersession00")
+        await eventually(lambda: is_keeper(mine) and stands(it, mine, 1))
+        heal = cut_off(mine)
+        await eventually(lambda: manager("lab") == WHO)
+        heal()
+        await eventually(lambda: is_keeper(mine), 2 * timing.stay)
+
+
 @pytest.mark.slow
 @simulated
 async def test_a_remote_leaves_a_scheduler_of_another_release_alone(it):

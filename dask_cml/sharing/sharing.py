@@ -581,6 +581,7 @@ class Sharing:
         async with cluster._lock:
             await self._stop_all(record, keeper)
             cluster._move(replace(cluster.place, number=number))
+            self.link.rank = Rank.OWNER  # the next sessions belong to this one
             self.is_joined = False
             keeper.renew()
             self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
