@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.observers import EXPECTED, Observers, changing, open_dashboard
 from dask_cml.output import get_logger
 from dask_cml.records import operations, store
+from dask_cml.records.liveness import State
 from dask_cml.records.record import Maker, Record, cluster_address
 from dask_cml.sessions.here import this_session, this_user
 from dask_cml.words import command
@@ -40,6 +42,8 @@ _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
 
 #: The options of clusters that NEW creates, as dask-labextension has them in its configuration.
 _OF_NEW = {"forward-dashboard": True}
+#: Seconds for which a cluster that may run stays listed, as while another scheduler replaces its own.
+_ABSENT = 60.0
 
 
 class SidebarExtension(ExtensionApp):
@@ -118,6 +122,8 @@ class ListedCluster:
 
     def __init__(self, record: Record) -> None:
         self.record = record
+        #: The monotonic time at which it ran.
+        self.ran = time.monotonic()
         #: Whether :meth:`close` is under way. The sidebar removes the cluster itself after that.
         self.is_closing = False
         self._adapting: asyncio.Task[None] | None = None
@@ -245,13 +251,23 @@ class Sidebar(Observers):
                 self._listed[id].show(record)
             else:
                 self._listed[id], self._names[id] = ListedCluster(record), record.name
-        ended = {id for id, cluster in self._listed.items() if _has_ended(cluster, id in running)}
+            self._listed[id].ran = time.monotonic()
+        ended = {id for id, cluster in self._listed.items() if self._has_ended(cluster)}
         for id in self._ended & ended:
             await self._drop(id)
         self._ended = ended
         for id in [*self._adaptives]:
             if not await _adapts(self._listed.get(id)):
                 self._adaptives.pop(id, None)
+
+    def _has_ended(self, cluster: Any) -> bool:
+        if isinstance(cluster, CMLCluster):
+            return cluster.status == Status.closed
+        if not isinstance(cluster, ListedCluster) or cluster.is_closing:
+            return False
+        finding = self.findings.get(cluster.record.id)
+        may_run = finding is not None and finding.state is not State.DEAD
+        return not may_run or time.monotonic() - cluster.ran > _ABSENT
 
     async def _drop(self, id: str) -> None:
         cluster = self._listed.pop(id, None)  # SHUTDOWN may have removed it meanwhile
@@ -264,12 +280,6 @@ class Sidebar(Observers):
 def _written(record: Record) -> tuple[int, int]:
     """Return what tells an older file of a cluster's schedulers from a newer one."""
     return record.scheduler.number, record.scheduler.revision
-
-
-def _has_ended(cluster: Any, is_running: bool) -> bool:
-    if isinstance(cluster, CMLCluster):
-        return cluster.status == Status.closed
-    return isinstance(cluster, ListedCluster) and not is_running and not cluster.is_closing
 
 
 async def _adapts(cluster: Any) -> bool:

@@ -248,6 +248,24 @@ async def test_a_read_that_began_before_a_change_does_not_end_adaptive_scaling(i
 
 
 @simulated
+async def test_a_cluster_stays_listed_while_its_scheduler_is_replaced(it):
+    creator = await create_elsewhere(it, name="c", security=True)
+    [cluster] = creator.clusters
+    async with listing() as sidebar:
+        await eventually(lambda: sidebar._listed)
+        [(cluster_id, listed)] = sidebar._listed.items()
+        sidebar._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
+        await listed._adapting
+        it.platform.evict(store.read("c").scheduler.session)
+        while listed.record.scheduler.number == 0 or listed.record.scheduler.address is None:
+            assert sidebar._listed == {cluster_id: listed}
+            assert cluster_id in sidebar._adaptives
+            await asyncio.sleep(0.01)
+        await listed.close()
+        await eventually(lambda: cluster.status == Status.closed)
+
+
+@simulated
 async def test_the_sidebar_scales_a_cluster_that_nobody_keeps(it):
     async with listing() as sidebar:
         await left_over("c")
