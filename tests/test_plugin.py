@@ -274,6 +274,22 @@ async def test_the_resident_leaves_the_cluster_to_a_process_that_stays(
             assert await keeper_after(comm, "one", rank) == "resident"
 
 
+@pytest.mark.parametrize("rank", [Rank.OWNER, Rank.USER, Rank.RESIDENT])
+async def test_a_notebook_of_another_session_leaves_the_cluster_to_its_owner_alone(
+    tmp_path, monkeypatch, rank
+):
+    monkeypatch.setattr(timing, "stay", 0.0)
+    async with scheduler_in(prepare(tmp_path / "mine")) as running, rpc(running.address) as comm:
+        assert await keeper_after(comm, "resident", Rank.RESIDENT) == "resident"
+        await comm.cml_report(**report(keeper="resident", term=2, report={"is_barred": True}))
+        await until_kept(comm, "one", Rank.USER)
+        if rank is Rank.OWNER:
+            await asyncio.wait_for(until_kept(comm, "owner", rank), timing.lease / 2)
+        else:
+            await asyncio.sleep(3 * timing.scheduler_look)
+            assert await keeper_after(comm, "other", rank) == "one"
+
+
 async def test_a_keeper_that_leaves_hands_the_cluster_over_at_once_and_its_late_report_changes_nothing(
     scheduler, comm
 ):

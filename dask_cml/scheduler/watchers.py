@@ -119,18 +119,19 @@ class Watchers:
         resident_can_launch : bool
             Whether the process in the scheduler's session can launch sessions.
         """
-        may_keep = (
-            [Rank.OWNER, Rank.RESIDENT] if resident_can_launch else [Rank.OWNER, Rank.USER, Rank.RESIDENT]
-        )
-        if keeper is not None and self.rank(keeper) is not Rank.RESIDENT:
+        rank = self.rank(keeper)
+        if keeper is not None and rank not in (Rank.RESIDENT, Rank.USER):
             return keeper
+        may_keep = [Rank.OWNER, Rank.RESIDENT]
+        if rank is Rank.USER or not resident_can_launch:
+            may_keep = [Rank.OWNER, Rank.USER, Rank.RESIDENT]
         candidates = []
         for name, watcher in self._watchers.items():
-            # A process that passes by does not interrupt the resident.
+            # A process that passes by does not interrupt the resident or a notebook of another session.
             least = 0.0 if keeper is None else timing.stay
             is_here = name == keeper or watcher.connected >= least
             if watcher.rank in may_keep and is_here and self.answers(name):
-                candidates.append((may_keep.index(watcher.rank), -watcher.connected, name))
+                candidates.append((may_keep.index(watcher.rank), name != keeper, -watcher.connected, name))
         return min(candidates)[-1] if candidates else keeper
 
     @property

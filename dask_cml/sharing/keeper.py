@@ -134,9 +134,15 @@ class Keeper:
             shortages=view.shortages,
             staying=view.staying,
             not_stopped=view.not_stopped,
-            is_barred=bool(view.shortages) and all(worker.adopted for worker in processes.workers()),
+            is_barred=self._is_barred(),
             app_url=self._app_url,
         )
+
+    def _is_barred(self) -> bool:
+        """Return whether the platform refuses all launches of this process, and not because of a quota."""
+        shortages = self._cluster._view.shortages.values()
+        has_launched = not all(worker.adopted for worker in self._cluster.processes.workers())
+        return any("quota" not in words.lower() for words in shortages) and not has_launched
 
     def _groups(self) -> dict[str, WantedGroup]:
         groups, wanted = self._cluster.groups, {}

@@ -45,7 +45,7 @@ class Report:
     not_stopped : str or None
         Why the platform does not stop sessions, as a sentence.
     is_barred : bool
-        Whether the platform has refused all launches of this process.
+        Whether the platform has refused all launches of this process, and not because of a quota.
     app_url : str or None
         The URL of the scheduler's session, for processes to which the platform does not list it.
     """
