@@ -244,7 +244,7 @@ def test_workers_are_scaled(opened, night, server):
     server.until_runs(night, 1)
 
 
-def test_a_group_adapts_until_it_is_stopped(opened, night, server):
+def test_a_group_adapts_until_it_is_stopped(opened, night, server, until):
     page = opened(f"clusters/{night}")
     page.get_by_role("button", name="Scale… the group default").click()
     page.get_by_label("From").fill("1")
@@ -261,7 +261,7 @@ def test_a_group_adapts_until_it_is_stopped(opened, night, server):
     page.get_by_role("button", name="Scale… the group default").click()
     page.get_by_role("button", name="Stop adapting").click()
     adapts.wait_for(state="detached")
-    assert server.clusters[night]["groups"][0]["adapts"] is None
+    until(lambda: server.clusters[night]["groups"][0]["adapts"] is None)
     server.until_runs(night, 1)
 
 
