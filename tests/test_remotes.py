@@ -27,6 +27,7 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLError
 from dask_cml.records import store
 from dask_cml.scheduler.board import Request
+from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sharing.link import BoardState, Link
 
@@ -194,3 +195,19 @@ async def test_the_answer_of_a_replaced_scheduler_does_not_count_for_a_request()
     await link.post(1, Request(kind="scale", n=5))
     assert asked == [("tcp://10.0.0.1:8786", 1), ("tcp://10.0.0.2:8786", 1)]
     assert (link.board.revision, link.board.keeper) == (4, "me")
+
+
+@simulated
+async def test_a_cluster_is_found_whose_scheduler_names_no_session(it, monkeypatch):
+    def without_session(self):
+        return {**state(self), "session": None}
+
+    state = CMLSchedulerPlugin._state
+    monkeypatch.setattr(CMLSchedulerPlugin, "_state", without_session)
+    async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as remote:
+        await eventually(lambda: arrived(remote) == 1)
+        await asyncio.sleep(60.0)
+        await remote.scale(2)
+        await eventually(lambda: arrived(remote) == arrived(cluster) == 2)
+        assert remote.problem is None
+    assert not it.platform.live

@@ -165,7 +165,7 @@ class CMLProcess(ProcessInterface):
 
     def adopt(
         self,
-        session_id: str,
+        session_id: str | None,
         launch: Launch | None,
         app_url: str | None = None,
         runs_for: float | None = 0.0,
@@ -175,8 +175,8 @@ class CMLProcess(ProcessInterface):
 
         Parameters
         ----------
-        session_id : str
-            The session's id.
+        session_id : str or None
+            The session's id. None: it is not known.
         launch : Launch or None
             Its launch. None if it is not in the record.
         app_url : str, optional
@@ -186,7 +186,8 @@ class CMLProcess(ProcessInterface):
         waits : bool
             Whether it is known to be queued, unless its program runs.
         """
-        self.api.adopt(session_id, self.plan.name)
+        if session_id is not None:
+            self.api.adopt(session_id, self.plan.name)
         status = "running" if runs_for is not None else "scheduling" if waits else "starting"
         self.info = {"id": session_id, "status": status, "app_url": app_url}
         self.is_listed, self._missing_since = False, None

@@ -294,9 +294,9 @@ class Sharing:
         cluster._move(replace(cluster.place, number=number, record=record.id, security=security))
         scheduler = cluster.scheduler = CMLScheduler(cluster.api, cluster.options, cluster.place)
         scheduler.address = record.scheduler.address
-        session = record.scheduler.session or ""
-        scheduler.adopt(session, record.launches.get(session), record.scheduler.app_url)
-        cluster.api.forget(session)
+        session = record.scheduler.session  # None if its file names none
+        scheduler.adopt(session, record.launches.get(session or ""), record.scheduler.app_url)
+        cluster.api.forget(session or "")
 
     async def join(self, address: str) -> None:
         """Connect to the scheduler that this process has launched."""
