@@ -1225,6 +1225,11 @@ class CMLCluster(SpecCluster):
         return self.sharing.role is Role.FOLLOWER and self.status == Status.running
 
     @property
+    def keeps(self) -> bool:
+        """Whether this process manages the cluster, as its scheduler has said lately."""
+        return self.sharing.keeps
+
+    @property
     def _is_keeper(self) -> bool:
         """Whether this process manages the cluster: it launches and stops the sessions."""
         return self.sharing.role is Role.KEEPER
@@ -1278,16 +1283,12 @@ class CMLCluster(SpecCluster):
         return self.sharing.address or str(self.scheduler_comm.address)
 
     @property
-    def _has_dashboard(self) -> bool:
-        """Whether the scheduler has a dashboard. Without it, Dask serves other pages at its port."""
-        listens = "dashboard" in self.scheduler_info.get("services", {})
-        return listens and "--no-dashboard" not in self.options.scheduler_args
-
-    @property
     def dashboard_link(self) -> str:
         """The URL of the dashboard. Empty if the scheduler has none, or another program uses its port."""
         # Cluster.dashboard_link (cluster.py:357) leads to the scheduler's port, which is its loopback's.
-        if self.scheduler is None or not self._has_dashboard:
+        listens = "dashboard" in self.scheduler_info.get("services", {})
+        # Without a dashboard, Dask serves other pages at its port.
+        if self.scheduler is None or not listens or "--no-dashboard" in self.options.scheduler_args:
             return ""
         url = self.sharing.dashboard_url
         if url is None and self.scheduler.session is not None:

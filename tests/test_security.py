@@ -110,7 +110,7 @@ async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(pla
         cluster = await starting
         async with cluster:
             await until_written(cluster)
-            assert cluster._has_dashboard
+            assert "dashboard" in cluster.scheduler_info["services"]
             assert session["app_url"] not in cluster._repr_html_().partition("Sessions:")[0]
             assert cluster.dashboard_link == ""
             assert store.read("mine").dashboard_link is None
