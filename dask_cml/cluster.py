@@ -1032,7 +1032,7 @@ class CMLCluster(SpecCluster):
         self.new_spec = {**self.groups.spec(DEFAULT_GROUP), "cls": self.new_spec["cls"]}
 
     async def _create(self) -> None:
-        """Launch the scheduler and all workers at once."""
+        """Launch the scheduler and all workers, and begin to look at them."""
         options = self.options
         try:
             await start(self, strict=True, display=not self._quiet)

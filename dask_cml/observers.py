@@ -68,14 +68,15 @@ async def until_shown(record: Record, cluster: CMLCluster) -> None:
         await asyncio.sleep(0.1)
 
 
-def has_dashboard(record: Record, finding: Finding) -> bool:
-    """Return whether a cluster's scheduler can be asked for its dashboard.
+def may_connect(record: Record, finding: Finding) -> bool:
+    """Return whether a cluster runs, and has keys. Without them, another program may have its address."""
+    return finding.state is State.ALIVE and record.security is not None
 
-    Without keys, another program may answer at the cluster's address.
-    """
+
+def has_dashboard(record: Record, finding: Finding) -> bool:
+    """Return whether a cluster's scheduler can be asked for its dashboard."""
     arguments = record.options.get("scheduler_args") or ()
-    lives = finding.state is State.ALIVE and record.security is not None
-    return lives and "--no-dashboard" not in arguments
+    return may_connect(record, finding) and "--no-dashboard" not in arguments
 
 
 async def open_dashboard(record: Record) -> Comm:
@@ -121,13 +122,10 @@ class Observers:
         """React after the records were read."""
 
     def running_elsewhere(self) -> list[Record]:
-        """Return the records of the running clusters with keys that this process does not use otherwise.
-
-        Without keys, another program may answer at a cluster's address.
-        """
+        """Return the records of the clusters to which others may connect, and this process does not."""
         own = {cluster.options.name for cluster in unclosed() if cluster._rank is None}
-        alive = [r for r in self.records.values() if self.findings[r.id].state is State.ALIVE]
-        return [record for record in alive if record.security is not None and record.name not in own]
+        found = [record for record in self.records.values() if may_connect(record, self.findings[record.id])]
+        return [record for record in found if record.name not in own]
 
     def start(self) -> None:
         """Start to read. Call this in the event loop."""

@@ -300,7 +300,7 @@ async def run_command(*words: object) -> str:
 
 def is_keeper(cluster: CMLCluster) -> bool:
     """Return whether this process manages a cluster, and may act for it."""
-    return cluster.sharing.keeps
+    return cluster.keeps
 
 
 def manages(cluster: CMLCluster) -> bool:

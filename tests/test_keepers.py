@@ -361,10 +361,10 @@ if __name__ == "__main__":
     cluster = CMLCluster(n_workers=1, name="shared", platform="local", shutdown_on_close=False, quiet=True)
     while cluster.n_pending:
         time.sleep(0.05)
-    print(cluster.sharing.keeps, flush=True)
+    print(cluster.keeps, flush=True)
     while cluster._is_keeper:
         time.sleep(0.05)
-    print(cluster.sharing.keeps, flush=True)
+    print(cluster.keeps, flush=True)
 """
 
 

@@ -1,4 +1,4 @@
-"""The start of a cluster: the scheduler and all workers are launched at the same moment."""
+"""The start of a cluster: the scheduler is launched and, without waiting until it answers, all workers."""
 
 from __future__ import annotations
 

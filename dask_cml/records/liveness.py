@@ -184,13 +184,14 @@ async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[s
 
 def judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | None:
     """Judge a cluster whose scheduler has ended. Return None if there is no proof of that. Blocks."""
-    why, scheduler, creator = why_ended(record, listing), record.scheduler, record.launcher
+    why, scheduler = why_ended(record, listing), record.scheduler
     if why is None:
         return None
+    creator_lives = record.launcher.lives()
     # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
-    if creator.lives() and scheduler.manager != WHO:
-        return Finding(State.UNKNOWN, f"{why}, but its creator still runs, process {creator.pid}")
-    if creator.lives() is None and scheduler.closed is None and scheduler.session not in listing:
+    if creator_lives and scheduler.manager != WHO:
+        return Finding(State.UNKNOWN, f"{why}, but its creator still runs, process {record.launcher.pid}")
+    if creator_lives is None and scheduler.closed is None and scheduler.session not in listing:
         return Finding(State.UNKNOWN, f"{why}, but a process of another session may replace its scheduler")
     return Finding(State.DEAD, why)
 
@@ -245,11 +246,9 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     listing : mapping of str to SessionInfo
         The result of :func:`listed`.
     """
-    return judge_end(record, listing) or _by_files(record)
-
-
-def _by_files(record: Record) -> Finding:
-    """Judge a cluster whose scheduler has not ended by proof. Blocks."""
+    ended = judge_end(record, listing)
+    if ended is not None:
+        return ended
     address = record.scheduler.address
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet")
@@ -276,11 +275,11 @@ async def look(records: Iterable[Record], timeout: float) -> dict[str, Finding]:
 
 async def _look_at(record: Record, timeout: float) -> Finding:
     address = record.scheduler.address
+    if address is None or record.security is None:
+        return await asyncio.to_thread(seen, record, {})
     ended = await asyncio.to_thread(judge_end, record, {})
     if ended is not None:
         return ended
-    if address is None or record.security is None:
-        return await asyncio.to_thread(_by_files, record)
     try:
         hello = await record.ask_scheduler(HELLO, timeout)
     except Exception as error:  # of Dask: the program there may speak another protocol

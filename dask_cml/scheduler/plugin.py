@@ -343,7 +343,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._publish()
 
     def _pick_keeper(self) -> None:
-        """Let another process keep the cluster if its keeper is gone, or one of a better rank stays."""
+        """Let another process keep the cluster if the watchers choose one, as if its keeper is gone."""
         keeper, now = self._board.keeper, time.monotonic()
         if keeper is not None and not self._watchers.answers(keeper) and now > self._keeper_until:
             self._keep(None)

@@ -17,7 +17,15 @@ from dask_cml.cluster import CMLCluster
 from dask_cml.dashboard.proxy import OpenComm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.layout import SCHEDULER
-from dask_cml.observers import EXPECTED, Observers, changing, has_dashboard, open_dashboard, until_shown
+from dask_cml.observers import (
+    EXPECTED,
+    Observers,
+    changing,
+    has_dashboard,
+    may_connect,
+    open_dashboard,
+    until_shown,
+)
 from dask_cml.options import setting
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
@@ -133,8 +141,7 @@ class ProjectClusters(Observers):
                 del self.kept[id]
         for id, record in self.records.items():
             is_left = record.maker.serves and record.maker.lives() is False
-            is_reached = self.findings[id].state is State.ALIVE and record.security is not None
-            if is_left and is_reached and id not in self.kept:
+            if is_left and may_connect(record, self.findings[id]) and id not in self.kept:
                 cluster = CMLCluster(
                     name=record.name,
                     create_mode="connect",

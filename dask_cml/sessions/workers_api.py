@@ -353,7 +353,7 @@ class WorkersAPI:
             self.settle("stop")  # an abandoned call has stopped them meanwhile
 
     def _stop_now(self, ids: Collection[str]) -> None:
-        """Stop sessions by one blocking call or, if it stops only some, by one each. Without ids, do nothing.
+        """Stop sessions by one blocking call or, if it stops only some, one by one. Without ids, do nothing.
 
         Raises
         ------
