@@ -8,10 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-from simulated.clock import VirtualLoop
-from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httpserver import HTTPServer
-from tornado.iostream import StreamClosedError
 from tornado.testing import bind_unused_port
 from tornado.web import Application, RequestHandler
 
@@ -26,8 +23,6 @@ class Workbench:
     ----------
     quotas : list
         The entries of users.
-    page : int
-        Number of entries in an answer.
     misbehaves : callable, optional
         Coroutine function that answers instead. It gets the handler of the request.
     asked : list of str
@@ -36,16 +31,12 @@ class Workbench:
 
     def __init__(self) -> None:
         self.quotas: list[Any] = []
-        self.page = 100
         self.misbehaves: Callable[[RequestHandler], Any] | None = None
         self.asked: list[str] = []
 
-    def answer(self, begin: int) -> dict[str, Any]:
-        """Return a page of entries, as CML's documentation describes it."""
-        end = begin + self.page
-        token = str(end) if end < len(self.quotas) else ""
-        total = str(len(self.quotas))
-        return {"user_quota": self.quotas[begin:end], "next_page_token": token, "total_count": total}
+    def answer(self) -> dict[str, Any]:
+        """Return the only page of entries, as CML's documentation describes it."""
+        return {"user_quota": self.quotas, "next_page_token": "", "total_count": str(len(self.quotas))}
 
 
 class _Handler(RequestHandler):
@@ -60,21 +51,7 @@ class _Handler(RequestHandler):
             self.set_status(401)
             self.write({"error": "unauthorized", "code": 16, "message": "unauthorized"})
         else:
-            self.write(self.workbench.answer(int(self.get_query_argument("page_token", "0"))))
-
-
-class _Client:
-    """A client for a loop whose clock would jump over an answer that is on its way."""
-
-    def __init__(self, workbench: Workbench, loop: VirtualLoop) -> None:
-        self.workbench, self.loop = workbench, loop
-
-    def fetch(self, request: HTTPRequest) -> asyncio.Future[Any]:
-        fetching = AsyncHTTPClient().fetch(request)
-        if self.workbench.misbehaves is None:
-            self.loop.add_busy(1)
-            fetching.add_done_callback(lambda _: self.loop.add_busy(-1))
-        return fetching
+            self.write(self.workbench.answer())
 
 
 @contextlib.asynccontextmanager
@@ -84,10 +61,7 @@ async def workbench() -> AsyncIterator[Workbench]:
     server = HTTPServer(Application([("/api/v2/usersquota", _Handler, {"workbench": stand_in})]))
     socket, port = bind_unused_port()
     server.add_socket(socket)
-    loop = asyncio.get_running_loop()
     with pytest.MonkeyPatch.context() as patch:
-        if isinstance(loop, VirtualLoop):
-            patch.setattr("dask_cml.sessions.api_v2.AsyncHTTPClient", lambda: _Client(stand_in, loop))
         patch.setenv("CDSW_APIV2_KEY", KEY)
         patch.setenv("CDSW_DOMAIN", f"127.0.0.1:{port}")
         patch.setenv("CDSW_PROJECT_URL", f"http://127.0.0.1:{port}/api/v1/projects/{USER}/demo")
@@ -120,29 +94,16 @@ async def never_answers(handler: RequestHandler) -> None:
     await asyncio.sleep(3600)
 
 
-async def answers_slowly(handler: RequestHandler) -> None:
-    with contextlib.suppress(StreamClosedError):
-        while True:
-            handler.write(" ")
-            await handler.flush()
-            await asyncio.sleep(0.05)
-
-
 async def shows_a_page(handler: RequestHandler) -> None:
     handler.write("<!DOCTYPE html><title>Sign in</title>")
 
 
 async def redirects(handler: RequestHandler) -> None:
-    handler.redirect("/api/v2/login")
+    handler.redirect("/api/v2/usersquota?again")
 
 
 async def closes_the_connection(handler: RequestHandler) -> None:
     handler.request.connection.stream.close()  # type: ignore[attr-defined]
-
-
-async def never_ends(handler: RequestHandler) -> None:
-    """Answer with pages without end."""
-    handler.write({"user_quota": [], "next_page_token": "1"})
 
 
 def refuses(code: int) -> Callable[[RequestHandler], Any]:

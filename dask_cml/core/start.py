@@ -16,7 +16,7 @@ from dask_cml.core.workers import Workers
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError
 from dask_cml.options import Options
-from dask_cml.sessions import api_v2
+from dask_cml.sessions import api_v2, calls
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, class_of
@@ -89,7 +89,7 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         )
     showing = asyncio.create_task(shown.run()) if shown else None
     watching: asyncio.Task[None] | None = None
-    asking = asyncio.create_task(api_v2.quota_left()) if strict else None
+    asking = calls.start(api_v2.quota_left) if strict else None
     shortage: str | None = None
     has_started = False
     try:
@@ -114,7 +114,7 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         await gather_or_cancel(_wait_and_join(cluster, scheduler), launching)
         has_started = True
     finally:
-        await cancel(watching, showing, asking)
+        await cancel(watching, showing)
         if not has_started:
             await processes.stop_launching()
         if shown is not None:

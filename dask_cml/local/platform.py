@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import runpy
+import secrets
 import socket
 import subprocess
 import sys
@@ -24,7 +25,12 @@ from dask_cml.private_files import regular
 
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
-_SUPERVISE = Path(__file__).with_name("supervise.py")
+#: The program that runs one session. Its arguments are the session's folder, and the folder of this package.
+_SUPERVISE = (
+    "import pathlib, sys; sys.path.insert(0, sys.argv[2]); from dask_cml.local import platform; "
+    "platform.current().supervisor(pathlib.Path(sys.argv[1])).run()"
+)
+_PACKAGES = Path(__file__).parents[2]
 _IPYTHON = ("-m", "IPython", "--quick", "--no-banner", "--colors=nocolor", "--HistoryManager.enabled=False")
 # A CML session does not inherit the environment of its launcher. These variables describe the machine.
 _BASE = (
@@ -88,7 +94,7 @@ class Platform:
         session = {
             **request,
             **quota.admission(request, live),
-            "id": state.new_id(),
+            "id": secrets.token_hex(8),
             "status": "scheduling",
             "created_at": time.time(),
             "launcher": _calling_session(),
@@ -218,7 +224,7 @@ def _start_supervisor(session_id: str, lock: int) -> None:
         # The shell exits at once, so the supervisor has no parent: it outlives this process, and this process
         # need not wait for it.
         subprocess.run(
-            ["sh", "-c", '"$0" "$@" &', sys.executable, str(_SUPERVISE), str(folder)],
+            ["sh", "-c", '"$0" "$@" &', sys.executable, "-c", _SUPERVISE, folder, _PACKAGES],
             check=True,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -13,9 +13,7 @@ import datetime
 import fcntl
 import json
 import os
-import secrets
 import shutil
-import string
 import tempfile
 import threading
 import time
@@ -34,7 +32,6 @@ DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 #: The folder of the sessions. It changes with the content of ``session.json``.
 _SESSIONS = "sessions-5"
-_ALPHABET = string.ascii_lowercase + string.digits
 #: What the platform tells of a session as it is.
 _TOLD = ("id", "status", "name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
 #: Seconds for which an ended session and its log are kept.
@@ -104,11 +101,6 @@ def locked() -> Iterator[Path]:
     with open(path / "lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield path
-
-
-def new_id() -> str:
-    """Return 16 random letters and digits."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(16))
 
 
 def create_session(session: Session) -> int:
