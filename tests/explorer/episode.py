@@ -456,7 +456,7 @@ class Episode:
 
         def is_true() -> bool:
             wrong[:] = self._differs(wanted)
-            return not wrong or self.record() is None or self._is_dead()
+            return not wrong or self.record() is None or self._is_dead() or self._has_vanished()
 
         def died_unheard() -> bool:
             return asker is not None and not asker.runs and not self._is_heard(wanted)
@@ -474,6 +474,10 @@ class Episode:
             self.violate(f"the last request {wanted} is not what runs: {'; '.join(wrong)}")
         elif self.record() is None or self._is_dead():
             self._check_ended()
+        elif self._has_vanished():
+            users = [actor for actor in self.actors.values() if isinstance(actor, User) and actor.open]
+            if not all(any("not connected for" in line for line in self._told([user])) for user in users):
+                self.violate("the scheduler has vanished, and not all users are told")
         else:
             self.outcome.converged = time.monotonic() - began
             self.note(f"the last request is true after {self.outcome.converged:.1f} s")
@@ -665,6 +669,17 @@ class Episode:
     def _is_dead(self) -> bool:
         """Whether the cluster has no scheduler, and no notebook that starts or ends it."""
         return not any(map(self._may_answer, self.sessions("scheduler"))) and not self._is_busy()
+
+    def _has_vanished(self) -> bool:
+        """Whether the scheduler's session has ended without a word, and nobody is left who lists it."""
+        record, platform = self.record(), self.platform
+        last = [session for session in platform.all.values() if session.key == "scheduler"][-1:]
+        return any(
+            not session.live
+            and (record is not None and session.id in record.sessions)
+            and all(actor.session != session.master for actor in self.actors.values() if actor.runs)
+            for session in last
+        )
 
     def _is_busy(self) -> bool:
         """Whether a notebook starts, has or ends the cluster. It may not have its name yet."""
