@@ -41,7 +41,7 @@ from dask_cml.core.policy import Demand
 from dask_cml.core.retirement import Retirements, drop
 from dask_cml.core.start import check_worker_class, scheduler_spec, start
 from dask_cml.core.view import View
-from dask_cml.core.workers import Workers
+from dask_cml.core.workers import Workers, said_by
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import (
     CMLError,
@@ -310,7 +310,7 @@ class CMLCluster(SpecCluster):
                 self.api.check_options(group.launch_options)
                 check_worker_class(group)
         self.place = Place(state_directory() / options.name)
-        self.groups = Groups(self, options, self.api, self.place)
+        self.groups = Groups(self, options)
         self.woken = asyncio.Event()
         self.sharing = self._share(given)
         #: Why the cluster ends if this process shuts it down, for its history.
@@ -336,7 +336,7 @@ class CMLCluster(SpecCluster):
         self._lock = asyncio.Lock()
         end_at_exit(self)
         super().__init__(
-            scheduler=scheduler_spec(self.api, options, self.place),
+            scheduler=scheduler_spec(options),
             worker=self.groups.spec(DEFAULT_GROUP),
             name=options.name,
             shutdown_on_close=options.shutdown_on_close,
@@ -504,8 +504,7 @@ class CMLCluster(SpecCluster):
             self._resize(group, n)
         else:
             assert limits is not None
-            if self.groups.limits(group) != limits:
-                self.groups.adapt(group, CMLAdaptive.of(self, group, limits))
+            self.groups.limit(group, limits)
             target = self.groups.target(group)
             self._resize(group, min(max(target, limits["minimum"]), limits["maximum"]))
             if self._is_keeper:
@@ -777,26 +776,29 @@ class CMLCluster(SpecCluster):
     async def _delete_group(self, name: str) -> None:
         self._check_running(f"worker group {name!r} not deleted")
         if name == DEFAULT_GROUP or name not in self.groups:
-            raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
+            raise ValueError(message("name", name, f"one of {self.groups.names[1:]}"))
         workers = {*self._view.workers_of(name)}
         await self._ask("delete group", group=name)
         await self._correct_state_internal()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
 
-        def left() -> list[str]:
-            left = [worker for worker in self._view.workers_of(name) if worker in workers]
-            if left:
-                self._check_running(f"{deleted} {', '.join(left)} not stopped")
-            return left
-
-        if not_stopped := await self.ending.wait_until_done(left):
-            names = ", ".join(not_stopped)
-            if {*not_stopped} <= {*self._view.staying}:
+        fewest, deadline = math.inf, 0.0
+        while left := [worker for worker in self._view.workers_of(name) if worker in workers]:
+            names, now, staying = ", ".join(left), time.monotonic(), {*self._view.staying}
+            self._check_running(f"{deleted} {names} not stopped")
+            if staying.issuperset(left):
                 raise CMLError(
                     f"{deleted} {names} stay until other workers can take their data. To launch some, run "
                     f"{command('scale', self.options.name, 'N')}"
                 )
-            raise CMLError(f"{deleted} {names} not stopped yet: {self.ending.why_not_done}")
+            # The keeper abandons workers that do not answer while they move their data.
+            connected = {said_by(info).get("name") for info in [*self.scheduler_info["workers"].values()]}
+            if len(left) < fewest or connected & ({*left} - staying):
+                fewest, deadline = len(left), now + timing.finish
+            elif now > deadline:
+                why = self._view.not_stopped or self.problem or f"nothing has changed for {timing.finish:g} s"
+                raise CMLError(f"{deleted} {names} not stopped yet: {why}")
+            await asyncio.sleep(timing.collect)
 
     # -- the step
 
@@ -830,7 +832,7 @@ class CMLCluster(SpecCluster):
             for group in self.groups.names:
                 if excess := self.groups.excess(group):
                     self.groups.close(group, await self.retirements.choose(group, excess))
-            await self.processes.close_others(unwanted=True)
+            await self.processes.close_others(self.worker_spec)
             await self._stop_unwanted(await self.retirements.retire())
             await self._launch_missing()
             await self.sharing.stepped()
@@ -1007,8 +1009,6 @@ class CMLCluster(SpecCluster):
         """
         self.place = place
         self.security = place.security or Security()
-        self.groups.move(place)
-        self.scheduler_spec["options"]["place"] = place
 
     def _take_options(self, options: Options) -> None:
         """Take the options of the running cluster to which this object connects.
@@ -1023,12 +1023,9 @@ class CMLCluster(SpecCluster):
         self.groups.stop_adapting()
         self.worker_spec.clear()
         self.api = WorkersAPI(load_platform(options.platform))
-        self.groups = Groups(self, options, self.api, self.place)
+        self.groups = Groups(self, options)
         # A subclass may have chosen other classes.
-        self.scheduler_spec = {
-            **scheduler_spec(self.api, options, self.place),
-            "cls": self.scheduler_spec["cls"],
-        }
+        self.scheduler_spec = {**scheduler_spec(options), "cls": self.scheduler_spec["cls"]}
         self.new_spec = {**self.groups.spec(DEFAULT_GROUP), "cls": self.new_spec["cls"]}
 
     async def _create(self) -> None:

@@ -50,8 +50,7 @@ class Timing:
     files : float
         The time of the project's file system to answer, before a cluster that ends goes on without it.
     finish : float
-        Time without progress after which a process no longer waits for the end of a deleted group. Calls that
-        fail at once are repeated for a shorter time, so the process can name their error.
+        Time without progress after which a process no longer waits for the end of a deleted group.
     strays : float
         Time between two looks for sessions of the cluster that its keeper does not know.
     stray : float

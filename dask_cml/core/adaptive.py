@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -165,21 +165,6 @@ class CMLAdaptive(Adaptive):
     def __repr__(self) -> str:
         limits = f"minimum={self.minimum}, maximum={self.maximum}"
         return f"CMLAdaptive({self.cluster.name!r}, worker_group={self._group!r}, {limits})"
-
-    @classmethod
-    def of(cls, cluster: Any, group: str, limits: Mapping[str, Any]) -> CMLAdaptive:
-        """Return the adaptive scaling of a worker group between the limits on the board.
-
-        Parameters
-        ----------
-        cluster : CMLCluster
-            The cluster.
-        group : str
-            The worker group.
-        limits : mapping
-            The limits and options, see :attr:`limits`.
-        """
-        return cls(cluster, worker_group=group, **limits)
 
     @property
     def limits(self) -> dict[str, Any]:

@@ -7,26 +7,22 @@ import concurrent.futures
 import contextlib
 import enum
 import inspect
-import math
 import os
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from distributed.core import Status
 
-from dask_cml import output, protocol
+from dask_cml import output
 from dask_cml.cancellation import cancel, within
 from dask_cml.core.at_exit import no_longer_end_at_exit
 from dask_cml.core.messages import write_own_log
-from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
 from dask_cml.protocol import Rank
-from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.timing import timing
 from dask_cml.words import first_line
@@ -237,51 +233,6 @@ class Ending:
         """
         await self._cluster.sharing.link.live_on()
         self._cluster.shutdown_on_close = False
-
-    # -- what is left to do
-
-    async def wait_until_done(self, left: Callable[[], Sequence[str]]) -> Sequence[str]:
-        """Wait until no session is left to launch or to stop, or nothing gets on. Return what is left.
-
-        Nothing gets on if all of these sessions stay until other workers can take their data, or if for
-        ``timing.finish`` none was launched or stopped, and no data was moved.
-
-        Parameters
-        ----------
-        left : callable
-            Returns the names of the sessions that are still to be launched or stopped.
-        """
-        fewest, least, deadline = math.inf, math.inf, 0.0
-        while (names := left()) and not {*names} <= {*self._cluster._view.staying}:
-            now = time.monotonic()
-            if len(names) < fewest:
-                fewest, deadline = len(names), now + timing.finish
-            elif now > deadline:
-                moving = await self._data_to_move()
-                if not 0 < moving < least:
-                    break
-                least, deadline = moving, now + timing.finish
-            await asyncio.sleep(timing.collect)
-        return names
-
-    async def _data_to_move(self) -> int:
-        """Return how many bytes are in Dask workers that are not wanted any more. 0 if it is not known."""
-        wanted = {name for names in self._cluster.groups.dask_workers().values() for name in names}
-        try:
-            held = await self._cluster._ask_scheduler(
-                protocol.HELD, names=sorted(connected_names(self._cluster) - wanted)
-            )
-        except (*NO_ANSWER, CMLError):
-            return 0
-        return sum(state["nbytes"] for state in held.values())
-
-    @property
-    def why_not_done(self) -> str:
-        """Why sessions are not stopped or launched, as a clause."""
-        known = (
-            self._cluster._view.not_stopped or self._cluster.sharing.problem or self._cluster._view.problem
-        )
-        return known or f"nothing has changed for {timing.finish:g} s"
 
     # -- from other threads, and without an event loop
 

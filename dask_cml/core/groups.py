@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distributed.deploy.spec import SpecCluster
@@ -14,9 +13,7 @@ from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import Options
 from dask_cml.options.limits import Sessions, check_room
-from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLWorker
-from dask_cml.sessions.workers_api import WorkersAPI
 
 if TYPE_CHECKING:
     from distributed.deploy.adaptive import Adaptive
@@ -91,14 +88,10 @@ class Groups:
         The cluster. Its ``new_spec`` is the spec of the default group.
     options : Options
         The options of the cluster, and of its default group.
-    api : WorkersAPI
-        Launches and stops sessions.
-    place : Place
-        The cluster's folder and keys, and the number of its scheduler.
     """
 
-    def __init__(self, cluster: SpecCluster, options: Options, api: WorkersAPI, place: Place) -> None:
-        self._cluster, self._prefix, self._api, self._place = cluster, options.name, api, place
+    def __init__(self, cluster: SpecCluster, options: Options) -> None:
+        self._cluster, self._prefix = cluster, options.name
         #: The names in ``worker_spec`` with their groups, as far as they were not changed by hand.
         self._known: dict[str, str] = {}
         self._options = {DEFAULT_GROUP: options}
@@ -127,18 +120,6 @@ class Groups:
         for name, of_group in options.groups().items():
             self.add(name, of_group)
             self.resize(name, of_group.n_workers, ())
-
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Change ``worker_spec`` otherwise than by hand."""
-        before = {*self._cluster.worker_spec}
-        try:
-            yield
-        finally:
-            after = {*self._cluster.worker_spec}
-            for name in before - after:
-                self._known.pop(name, None)
-            self._known |= {name: self.group_of(name) for name in after - before}
 
     @property
     def is_changed_by_hand(self) -> bool:
@@ -203,11 +184,9 @@ class Groups:
 
     def remove(self, group: str) -> None:
         """Remove a group. Its workers are not wanted any more."""
-        with self.changing():
-            for name in self.workers(group):
-                self._cluster.worker_spec.pop(name, None)
-            self._options.pop(group, None)
-            self._excess.pop(group, None)
+        self.drop(self.workers(group))
+        self._options.pop(group, None)
+        self._excess.pop(group, None)
         self.adapt(group, None)
 
     def take(self, groups: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
@@ -227,9 +206,7 @@ class Groups:
             if name != DEFAULT_GROUP and not (name in self and self._described.get(name) == group.options):
                 self._options[name] = self.options().of_group(group.options)
                 self._described[name] = group.options
-            if self.limits(name) != group.adapt:
-                adapts = group.adapt is not None
-                self.adapt(name, CMLAdaptive.of(self._cluster, name, group.adapt) if adapts else None)
+            self.limit(name, group.adapt)
         if self.wanted() != wanted:
             self.want(wanted)
         # More may be asked for than the keeper wants by now.
@@ -248,6 +225,12 @@ class Groups:
             self._adaptives[group] = adaptive
         if group == DEFAULT_GROUP:
             self._cluster._adaptive = adaptive  # Dask's widget shows it
+
+    def limit(self, group: str, limits: Mapping[str, Any] | None) -> None:
+        """Let a group adapt between limits of the board. None: it has a fixed size."""
+        if self.limits(group) != limits:
+            adaptive = None if limits is None else CMLAdaptive(self._cluster, worker_group=group, **limits)
+            self.adapt(group, adaptive)
 
     def begin_adapting(self) -> None:
         """Adapt regularly from now on, in the event loop."""
@@ -285,20 +268,12 @@ class Groups:
     def spec(self, group: str) -> dict[str, Any]:
         """Return the spec of a group's workers, in SpecCluster's form."""
         options = self.options(group)
-        arguments = {"api": self._api, "options": options, "place": self._place}
-        spec: dict[str, Any] = {"cls": CMLWorker, "options": arguments | options.per_session}
+        spec: dict[str, Any] = {"cls": CMLWorker, "options": {"options": options} | options.per_session}
         if group != DEFAULT_GROUP:
             spec["worker_group"] = group
         if options.processes > 1:  # SpecCluster's suffixes of the Dask workers' names
             spec["group"] = dask_names("", options.processes)
         return spec
-
-    def move(self, place: Place) -> None:
-        """Let workers that are not launched yet find another scheduler, or other keys."""
-        self._place = place
-        for spec in (self._cluster.new_spec, *self._cluster.worker_spec.values()):
-            if "place" in spec.get("options", {}):  # a subclass may have specs of other workers
-                spec["options"]["place"] = place
 
     def new(self, group: str) -> dict[str, Any]:
         """Return the name and the spec of the next worker of a group. No session has had that name."""
@@ -400,15 +375,13 @@ class Groups:
         absent : collection of str
             The names of the workers that are not connected. They are dropped first, in this order.
         """
-        with self.changing():
-            wanted = self.workers(group)
-            surplus = len(wanted) - n
-            for name in [name for name in absent if name in wanted][: max(0, surplus)]:
-                del self._cluster.worker_spec[name]
-                surplus -= 1
-            self._excess[group] = max(0, surplus)
-            for _ in range(-surplus):
-                self._cluster.worker_spec.update(self.new(group))
+        wanted = self.workers(group)
+        surplus = len(wanted) - n
+        dropped = [name for name in absent if name in wanted][: max(0, surplus)]
+        self.drop(dropped)
+        self._excess[group] = max(0, surplus - len(dropped))
+        for _ in range(-surplus):
+            self._add(self.new(group))
 
     def want(self, names: Mapping[str, str]) -> None:
         """Want these workers instead of the present ones.
@@ -418,53 +391,49 @@ class Groups:
         names : mapping of str to str
             Their groups by their names.
         """
-        with self.changing():
-            self._cluster.worker_spec.clear()
-            self._excess.clear()
-            for name, group in names.items():
-                if group in self:
-                    self._cluster.worker_spec[name] = self.spec(group)
+        self.drop([*self._cluster.worker_spec])
+        self._excess.clear()
+        self._add({name: self.spec(group) for name, group in names.items() if group in self})
 
     def close(self, group: str, names: Iterable[str]) -> None:
         """Drop surplus workers that the scheduler has chosen."""
-        with self.changing():
-            wanted, excess = {*self.workers(group)}, self.excess(group)
-            chosen = [name for name in names if name in wanted][:excess]
-            for name in chosen:
-                del self._cluster.worker_spec[name]
-            self._excess[group] = excess - len(chosen)
+        wanted, excess = {*self.workers(group)}, self.excess(group)
+        chosen = [name for name in names if name in wanted][:excess]
+        self.drop(chosen)
+        self._excess[group] = excess - len(chosen)
 
     def replace(self, name: str) -> bool:
         """Want another worker by the spec of a lost one. Return False if it was not wanted any more."""
-        with self.changing():
-            group = self.group_of(name)
-            spec = self._cluster.worker_spec.pop(name, None)
-            if spec is None:
-                return False
-            if self._excess.get(group, 0) > 0:  # one worker too many was wanted anyway
-                self._excess[group] -= 1
-            else:
-                self.given([name])
-                self._cluster.worker_spec[next(iter(self.new(group)))] = spec
-            return True
+        group, spec = self.group_of(name), self._cluster.worker_spec.get(name)
+        if spec is None:
+            return False
+        self.drop([name])
+        if self._excess.get(group, 0) > 0:  # one worker too many was wanted anyway
+            self._excess[group] -= 1
+        else:
+            self.given([name])
+            self._add({next(iter(self.new(group))): spec})
+        return True
 
     def drop(self, names: Iterable[str]) -> None:
-        """Drop workers that the platform has refused, or that a user has closed."""
-        with self.changing():
-            for name in names:
-                self._cluster.worker_spec.pop(name, None)
+        """Want some workers no more, otherwise than by hand."""
+        for name in names:
+            self._cluster.worker_spec.pop(name, None)
+            self._known.pop(name, None)
+
+    def _add(self, specs: Mapping[str, Any]) -> None:
+        """Want workers with these specs, otherwise than by hand."""
+        self._cluster.worker_spec.update(specs)
+        self._known |= {name: self.group_of(name) for name in map(str, specs)}
 
     def renew(self) -> None:
         """Want workers with their specs under new names, because another scheduler begins."""
-        with self.changing():
-            for group in self.names:
-                for name in self.workers(group)[self.target(group) :]:
-                    del self._cluster.worker_spec[name]
-            self._excess.clear()
-            specs = dict(self._cluster.worker_spec)
-            self.given(name for name, spec in specs.items() if is_of_session(spec))
-            self._cluster.worker_spec.clear()
-            for name, spec in specs.items():
-                group = spec.get("worker_group", DEFAULT_GROUP)
-                new_name = next(iter(self.new(group))) if is_of_session(spec) else name
-                self._cluster.worker_spec[new_name] = spec
+        for group in self.names:
+            self.drop(self.workers(group)[self.target(group) :])
+        self._excess.clear()
+        specs = dict(self._cluster.worker_spec)
+        self.given(name for name, spec in specs.items() if is_of_session(spec))
+        self.drop(specs)
+        for name, spec in specs.items():
+            group = spec.get("worker_group", DEFAULT_GROUP)
+            self._add({next(iter(self.new(group))) if is_of_session(spec) else name: spec})

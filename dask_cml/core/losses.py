@@ -224,8 +224,8 @@ async def _find_late(workers: Collection[CMLWorker], ask: Ask) -> dict[str, floa
 async def _cause(worker: CMLWorker, last: Mapping[str, Any], limit: float | None) -> Loss:
     """Return why a worker is lost. If its session runs, the time limit of its Dask workers has passed."""
     if worker.has_ended and not worker.seen:
-        started = await worker.started_session()
-        if started is not None and started != worker.session_id:
+        started = await worker.read_started()
+        if started and started != worker.session_id:
             return Loss(Cause.NAME_TAKEN, "not started: another session had its name")
     gone = None
     if limit is not None:

@@ -18,9 +18,7 @@ from dask_cml.errors import CMLError
 from dask_cml.options import Options
 from dask_cml.sessions import api_v2, calls
 from dask_cml.sessions.answers import CallFailed
-from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, class_of
-from dask_cml.sessions.workers_api import WorkersAPI
 
 
 def check_worker_class(options: Options) -> None:
@@ -47,9 +45,9 @@ def check_worker_class(options: Options) -> None:
         raise ValueError(message("worker_class", name, expected))
 
 
-def scheduler_spec(api: WorkersAPI, options: Options, place: Place) -> dict[str, Any]:
+def scheduler_spec(options: Options) -> dict[str, Any]:
     """Return the spec of the scheduler, in SpecCluster's form."""
-    return {"cls": CMLScheduler, "options": {"api": api, "options": options, "place": place}}
+    return {"cls": CMLScheduler, "options": {"options": options}}
 
 
 async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
@@ -72,7 +70,8 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         As in :class:`dask_cml.CMLCluster`.
     """
     processes: Workers = cluster.processes
-    scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**cluster.scheduler_spec["options"])
+    arguments = {"api": cluster.api, "place": cluster.place, **cluster.scheduler_spec["options"]}
+    scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**arguments)
     cluster.scheduler = scheduler
     specs = dict(cluster.worker_spec)  # a user may scale meanwhile
     workers: dict[str, Any] = {}

@@ -58,11 +58,10 @@ class Workers:
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
-        self._backoffs: dict[str, Backoff] = {}
+        limit, pause = setting("failure-limit"), setting("quota-retry")
+        self._backoffs = defaultdict[str, Backoff](lambda: Backoff(limit, pause))
         #: How long the last sessions of each group took from their launch until they connected, in seconds.
         self._starts: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_STARTS))
-        self._failure_limit: int = setting("failure-limit")
-        self._quota_pause: float = setting("quota-retry")
         #: The tasks that launch, with the names of workers, and those that stop, with the ids of sessions.
         self._launching: dict[asyncio.Task[None], set[str]] = {}
         self._stopping: dict[asyncio.Task[None], set[str]] = {}
@@ -118,10 +117,7 @@ class Workers:
 
     def backoff(self, group: str = DEFAULT_GROUP) -> Backoff:
         """Return the backoff of a group."""
-        backoff = self._backoffs.get(group)
-        if backoff is None:  # or a user's thread has just changed the group
-            backoff = self._backoffs[group] = Backoff(self._failure_limit, self._quota_pause)
-        return backoff
+        return self._backoffs[group]
 
     @property
     def backoffs(self) -> dict[str, Backoff]:
@@ -335,7 +331,8 @@ class Workers:
         scheduler = self._cluster.scheduler
         cls, arguments = class_of(spec), {"name": name, **spec.get("options", {})}
         if isinstance(cls, type) and issubclass(cls, CMLWorker):
-            arguments["worker_group"] = spec.get("worker_group", DEFAULT_GROUP)
+            of_cluster = {"api": self._cluster.api, "place": self._cluster.place}
+            arguments |= {**of_cluster, "worker_group": spec.get("worker_group", DEFAULT_GROUP)}
         return cls(None if scheduler is None else scheduler.address, **arguments)
 
     async def enter(self, name: str, worker: Any) -> None:
@@ -350,12 +347,23 @@ class Workers:
 
     async def find_sessions(self) -> None:
         """Let every wanted worker be the session that took its name, also if its launch was not answered."""
-        cluster, connected = self._cluster, await self.take_connected()
+        connected = await self.take_connected()
         for session, name in self.unused.items():
-            if name in cluster.worker_spec and name not in connected:
-                worker = cluster.workers.get(name) or self.make(name)
-                if isinstance(worker, CMLWorker) and await worker.started_session() == session:
-                    await self.adopt(worker, session)
+            if name not in connected:
+                await self.claim(session, name)
+
+    async def claim(self, session: str, name: str, launch: Launch | None = None) -> bool:
+        """Let a wanted worker be the session that took its name, or that the record names. Else: False."""
+        known = self._cluster.workers.get(name)
+        if name not in self._cluster.worker_spec:
+            return False
+        if not isinstance(worker := known or self.make(name), CMLWorker):
+            return False
+        started = await worker.read_started()
+        if started != session and (started or known or launch is None):
+            return False
+        await self.adopt(worker, session, launch)
+        return True
 
     async def take_connected(self) -> set[str]:
         """Let every wanted worker be the session in which its Dask worker runs. Return their names.
@@ -378,7 +386,7 @@ class Workers:
         """Let workers whose sessions have exited be the sessions that took their names, if these run."""
         for worker in workers:
             if worker.has_ended and not worker.seen:
-                session = await worker.started_session() or ""
+                session = await worker.read_started() or ""
                 if session in listing and not has_ended(listing[session]):
                     await self.adopt(worker, session)
 
@@ -417,21 +425,18 @@ class Workers:
         except Exception as error:  # of the platform's library, too: the next step tries again
             logger.info("Sessions not stopped yet: %s", error)
 
-    async def close_others(self, *, unwanted: bool = False) -> None:
-        """Close a subclass's workers that are no sessions of the platform, all or those that nobody wants."""
-        spec = self._cluster.worker_spec if unwanted else ()
-        workers = [*self._cluster.workers.items()]
-        names = [name for name, worker in workers if not isinstance(worker, CMLWorker) and name not in spec]
-        closing = [self._cluster.workers.pop(name).close() for name in names]
-        if not closing:
-            return
-        try:
-            results = await within(timing.stop, asyncio.gather(*closing, return_exceptions=True))
-        except asyncio.TimeoutError as error:
-            results = [error] * len(names)
-        for name, result in zip(names, results, strict=True):
-            if isinstance(result, BaseException):
-                logger.warning("Worker %s not closed: %r", name, result)
+    async def close_others(self, kept: Collection[str] = ()) -> None:
+        """Close a subclass's workers that are no sessions of the platform, but those that are kept."""
+
+        async def close(name: str) -> None:
+            try:
+                await within(timing.stop, workers.pop(name).close())
+            except Exception as error:  # of its class
+                logger.warning("Worker %s not closed: %r", name, error)
+
+        workers = self._cluster.workers
+        others = [name for name, worker in workers.items() if not isinstance(worker, CMLWorker)]
+        await asyncio.gather(*[close(name) for name in others if name not in kept])
 
     # -- the end
 

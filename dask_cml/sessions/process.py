@@ -286,7 +286,3 @@ class CMLWorker(CMLProcess):
         self.note_connected(connected)
         if self._gone_since is not None and gone:
             self._gone_since = time.monotonic() - max(gone)
-
-    async def started_session(self) -> str | None:
-        """Return the session that has taken this worker's name. None: none has, or it cannot be read."""
-        return await self.read_started() or None

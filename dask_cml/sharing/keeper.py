@@ -22,8 +22,6 @@ from dask_cml.records import store
 from dask_cml.records.record import Record
 from dask_cml.scheduler.board import Letter, Request, WantedGroup
 from dask_cml.scheduler.lifetime import NOTICE
-from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.process import CMLWorker
 from dask_cml.sharing.journal import Journal
 from dask_cml.sharing.link import BoardState, Link
 from dask_cml.sharing.report import Report
@@ -232,28 +230,13 @@ class Keeper:
                 continue
             if key in self._cluster.processes.launching:  # it may be the session of this launch
                 continue
-            if await self._adopt_stray(session, key, launch):
+            if await self._cluster.processes.claim(session, key, launch):
                 continue
             logger.warning("Session %s of %s stopped: no process has launched it", session, key)
             if key == SCHEDULER or key in self._cluster.workers or key in self._cluster.worker_spec:
                 self._cluster.api.adopt(session, key)  # the step stops what it knows and does not use
             else:
                 self._cluster.processes.adopt_unwanted(session, key, groups[session], launch)
-
-    async def _adopt_stray(self, session: str, name: str, launch: Launch | None) -> bool:
-        """Let a wanted worker be a session that no process uses, unless another session is the worker."""
-        spec = self._cluster.worker_spec.get(name)
-        if spec is None:
-            return False
-        known = self._cluster.workers.get(name)
-        worker = self._cluster.processes.make(name) if known is None else known
-        if not isinstance(worker, CMLWorker):
-            return False
-        started = await worker.started_session()
-        if started != session and not (started is None and known is None):
-            return False
-        await self._cluster.processes.adopt(worker, session, launch)
-        return True
 
     # -- in place of another keeper, and for another scheduler
 
