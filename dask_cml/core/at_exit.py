@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import weakref
-from typing import Any, NoReturn
+from typing import Any
 
 from dask_cml import compat, output
 from dask_cml.errors import CMLError
@@ -19,10 +19,6 @@ logger = output.get_logger(__name__)
 
 #: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
-#: Seconds for a program that got a signal to begin to exit.
-_GOODBYE = 3.0
-#: Seconds for a step of a task, after which a signal interrupts it.
-_STEP_TIMEOUT = 1.0
 
 #: By default, these end the program at once. A terminal that is closed sends SIGHUP.
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -31,13 +27,6 @@ _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 #: Added to the number of a signal, it is the exit status of a program that the signal ended.
 _BY_SIGNAL = 128
 _is_over = False
-#: Set when the interpreter exits.
-_exits = threading.Event()
-#: Held by the thread that shuts down the clusters.
-_ending = threading.Lock()
-#: Repeats the signal to exit if the event loop does not handle it in time.
-_leaving: threading.Timer | None = None
-_fork = threading.local()
 
 
 def end_at_exit(cluster: Any) -> None:
@@ -67,7 +56,7 @@ def unclosed() -> list[Any]:
 
 
 def _handle_signals() -> None:
-    """While clusters exist, let signals exit the program like sys.exit, unless the program handles them."""
+    """While clusters exist, let signals shut them down before the program ends, unless it handles them."""
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread can set handlers
     for signum in _SIGNALS:
@@ -79,54 +68,23 @@ def _handle_signals() -> None:
 
 
 def _exit(signum: int, _: Any) -> None:
-    global _leaving
-    if not _clusters:
+    """Shut down all clusters, and end the program here, as the signal does by default."""
+    if not _clusters:  # a thread has closed the last one
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
         return
-    loop = asyncio._get_running_loop()  # asyncio/events.py, for event loops; no error without one
-    if not _exits.is_set():
-        threading.Thread(target=_end_by_signal, args=(signum,), daemon=True).start()
-    if loop is None or _leaving is not None:
-        _leave(signum)
-    # Between two steps of tasks: asyncio would complain of a task that it interrupts.
-    loop.call_soon_threadsafe(_leave, signum)
-    _leaving = threading.Timer(_STEP_TIMEOUT, os.kill, (os.getpid(), signum))
-    _leaving.daemon = True
-    _leaving.start()
-
-
-def _end_by_signal(signum: int) -> None:
-    """Shut down all clusters, and end a program that catches SystemExit and goes on, as pytest does."""
-    global _is_over
-    if _exits.wait(_GOODBYE):
-        return
-    _is_over = True
-    _end_clusters()
+    _end_all()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # of a stream of the program, of any class
             stream.flush()
     os._exit(_BY_SIGNAL + signum)
 
 
-def _leave(signum: int) -> NoReturn:
-    if _leaving is not None:
-        _leaving.cancel()
-    # By default, no exit function would run.
-    raise SystemExit(_BY_SIGNAL + signum)
-
-
 def _wait_and_end() -> None:
-    _exits.set()
-    status: int | None = None
     try:
         _wait_for_makers()
-    except SystemExit as exit_by_signal:  # if it propagated, thread pools would not be informed of the exit
-        status = int(str(exit_by_signal.code))
     finally:  # also after Ctrl-C
         _end_all()
-    if status is not None:  # otherwise, the interpreter would wait for the threads
-        os.kill(os.getpid(), status - _BY_SIGNAL)
 
 
 def _end_all() -> None:
@@ -138,19 +96,16 @@ def _end_all() -> None:
     raising = [signum for signum in handlers if handlers[signum] in (signal.default_int_handler, _exit)]
     for signum in raising:
         signal.signal(signum, _ask_for_patience)
-    _end_clusters()
+    # The handler of a signal holds the event loop that it has interrupted, so nothing can run in it.
+    held = asyncio._get_running_loop()  # asyncio/events.py, for event loops; no error without one
+    threads = [threading.Thread(target=_end, args=(cluster, held), daemon=True) for cluster in unclosed()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * _TIMEOUT)
+    output.flush()
     for signum in raising:
         signal.signal(signum, handlers[signum])
-
-
-def _end_clusters() -> None:
-    with _ending:
-        threads = [threading.Thread(target=_end, args=(cluster,), daemon=True) for cluster in unclosed()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        output.flush()
 
 
 def _uncaught_error() -> BaseException | None:
@@ -160,10 +115,11 @@ def _uncaught_error() -> BaseException | None:
     return getattr(sys, "last_value", None)
 
 
-def _end(cluster: Any) -> None:
+def _end(cluster: Any, held: asyncio.AbstractEventLoop | None) -> None:
     try:
         cluster.ending.note_exit(_uncaught_error())
-        cluster.ending.end_now(_TIMEOUT)
+        is_held = held is not None and cluster.loop.asyncio_loop is held
+        cluster.ending.end_now(0 if is_held else _TIMEOUT)
     except Exception as error:  # of the platform's library, for example: the others are shut down, too
         logger.error("%s", error, exc_info=None if isinstance(error, (CMLError, OSError)) else error)
     _clusters.pop(cluster, None)
@@ -187,21 +143,11 @@ def _wait_for_makers() -> None:
             maker.join()
 
 
-def _hold_signals() -> None:
-    # Python drops signals that a new child gets before it is ready for its handlers, but they must end it.
-    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-def _release_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
-
-
 def _forget_all() -> None:
     """Leave the clusters to the parent process, after a fork."""
     _clusters.clear()
     _handle_signals()
-    _release_signals()
 
 
 compat.exit_before_thread_pools(_wait_and_end)
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
