@@ -43,12 +43,7 @@ from dask_cml.core.start import check_worker_class, scheduler_spec, start
 from dask_cml.core.view import View
 from dask_cml.core.workers import Workers, said_by
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
-from dask_cml.errors import (
-    CMLError,
-    LaunchRefused,
-    checks_arguments,
-    without_frames,
-)
+from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import Options, SessionSize, state_directory
 from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attribute
@@ -1383,19 +1378,17 @@ class CMLCluster(SpecCluster):
 
     def __repr__(self) -> str:
         # Cluster.__repr__ (cluster.py:548) shows no problem, and counts no worker that is on its way.
-        description = describe(self)
+        words = describe(self)
         text = super().__repr__()
         head, workers, rest = text.partition(", workers=")
         n, threads, rest = rest.partition(", threads=")
-        notes = ", ".join(filter(None, [description.pending, description.adapts]))
-        if notes:
+        if notes := ", ".join(filter(None, [words["pending"], words["adapts"]])):
             n += f" ({notes})"
-        parts = [f"{head}{workers}{n}{threads}{rest[:-1]}", description.idle]
-        parts += [description.age, description.scheduler]
-        if description.status != "running":
-            parts.append(description.status)
-        if description.problem:
-            parts.append(f"problem: {printable(first_line(description.problem))}")
+        parts = [f"{head}{workers}{n}{threads}{rest[:-1]}", words["idle"], words["age"], words["scheduler"]]
+        if words["status"] != "running":
+            parts.append(words["status"])
+        if words["problem"]:
+            parts.append(f"problem: {printable(first_line(words['problem']))}")
         return ", ".join(filter(None, parts)) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -136,54 +135,32 @@ def add_sessions_tab(cluster: Any, tab: Any) -> None:
     cluster.loop.add_callback(install)
 
 
-@dataclass(frozen=True)
-class Description:
-    """What users read of a cluster, in words.
+def describe(cluster: Any) -> dict[str, str | None]:
+    """Return what users read of a cluster, in words, which are empty where there is nothing to say.
 
-    Parameters
-    ----------
-    status : str
-        Its status. For a closed cluster, how long it lasted and what it used.
-    age : str
-        Its age and its limit, such as ``12.3 of 48 h``. Empty without a limit.
-    scheduler : str
-        What is special about the scheduler: queued, or in place of a lost one. Else empty.
-    pending : str
-        Worker sessions that are not connected yet. Empty if there are none.
-    problem : str or None
-        The present problem, as a clause.
-    adapts : str
-        The bounds of the groups that adapt, which are named if there are several. Empty if none adapts.
-    idle : str
-        For how long it has had no tasks. Empty if it has some, or had a moment ago.
+    Returns
+    -------
+    dict of str to str
+        Its ``status``, for a closed cluster with how long it lasted and what it used, and the ``problem``.
+        Its ``age`` and its limit, such as ``12.3 of 48 h``. What is special about the ``scheduler``: queued,
+        or in place of a lost one. Worker sessions that are not connected yet (``pending``). The bounds of the
+        groups that adapt (``adapts``), which are named if there are several. For how long it is ``idle``.
     """
-
-    status: str
-    age: str
-    scheduler: str
-    pending: str
-    problem: str | None
-    adapts: str
-    idle: str
-
-
-def describe(cluster: Any) -> Description:
-    """Describe a cluster for users."""
     board = cluster.sharing.board
     age, most_age = (seconds / 3600 for seconds in (board.age, board.most_age))
     idle_for = cluster.sharing.idle
     waits = cluster._view.waits()
     n_pending = cluster.n_pending - len(waits)
     pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(waits)]
-    return Description(
-        status=_status_words(cluster),
-        age=f"{age:.1f} of {most_age:g} h" if most_age else "",
-        scheduler=_scheduler_words(cluster),
-        pending=", ".join(filter(None, pending)),
-        problem=cluster.problem,
-        adapts=_adapts_words(cluster),
-        idle="" if idle_for is None else idle(idle_for),
-    )
+    return {
+        "status": _status_words(cluster),
+        "age": f"{age:.1f} of {most_age:g} h" if most_age else "",
+        "scheduler": _scheduler_words(cluster),
+        "pending": ", ".join(filter(None, pending)),
+        "problem": cluster.problem,
+        "adapts": _adapts_words(cluster),
+        "idle": "" if idle_for is None else idle(idle_for),
+    }
 
 
 def _adapts_words(cluster: Any) -> str:

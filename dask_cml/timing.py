@@ -80,7 +80,7 @@ class Timing:
     look: float = 3.0
     starting_look: float = 1.0
     pause: float = 5.0
-    restart: float = 600.0
+    restart: float = 60.0
     idle: float = 10.0
     goodbye: float = 3.0
     usual_retirement: float = 2.0

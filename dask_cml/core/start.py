@@ -81,15 +81,10 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         for group in (options, *options.groups().values()):
             await cluster.api.find_labels(group.launch_options)
         workers = {name: processes.make(name) for name in specs}
-    shown = None
-    if display:
-        shown = StartDisplay(
-            cluster.options.name, scheduler, specs.keys(), cluster.workers, processes.arrived
-        )
-    showing = asyncio.create_task(shown.run()) if shown else None
+    shown = StartDisplay(cluster.options.name, scheduler, specs, cluster.workers, processes.arrived)
+    showing = asyncio.create_task(shown.run()) if display else None
     watching: asyncio.Task[None] | None = None
     asking = calls.start(api_v2.quota_left) if strict else None
-    shortage: str | None = None
     has_started = False
     try:
         # The scheduler's session first: in a queue, workers could take its place.
@@ -101,9 +96,7 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
                 raise
         # Only now: as soon as the workers are launched, the platform counts them as used.
         if asking is not None and asking.done():
-            shortage = api_v2.shortage(cluster.groups.others()[1:], asking.result())
-        if shown is not None and shortage is not None:
-            shown.notice = shortage
+            shown.notice = api_v2.shortage(cluster.groups.others()[1:], asking.result()) or ""
         await cluster.sharing.note(processes.launched)
         watching = asyncio.create_task(_watch(cluster))
         launching = (
@@ -116,10 +109,10 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         await cancel(watching, showing)
         if not has_started:
             await processes.stop_launching()
-        if shown is not None:
+        if display:
             await shown.end(has_started)
-    if shortage is not None:
-        cluster._tell(f"Cluster {cluster.options.name}: {shortage}")
+    if shown.notice:
+        cluster._tell(f"Cluster {cluster.options.name}: {shown.notice}")
 
 
 async def _wait_and_join(cluster: Any, scheduler: CMLScheduler) -> None:
