@@ -8,7 +8,9 @@ from typing import Any
 
 from dask_cml.errors import ClusterExists, LaunchRefused, NoSuchCluster
 from dask_cml.records.history import EndedCluster
+from dask_cml.records.record import Record
 from dask_cml.records.usage import SessionHours, Usage
+from dask_cml.sessions.entry import Launch
 
 GIB = 2**30
 QUOTA = "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16"
@@ -222,8 +224,17 @@ class StandInClusters:
         self.platform = "local"
         self.created: list[tuple[dict[str, Any], str | None]] = []
         self.over = ended()
-        self.usages = {known["name"]: self.over[0].usage for known in clusters}
-        self.start_times: dict[str, list[float]] = {}
+
+    def find(self, name: str) -> Record:
+        """Return a record with a scheduler and four workers: one is queued, and two were evicted."""
+        starts = {"scheduler": (1.0, ""), f"{name}-0": (7.0, ""), f"{name}-1": (45.0, "evicted")}
+        starts[f"{name}-2"] = (5000.0, "evicted")
+        launches = [
+            Launch(key, key, None, 0, started=started, ended=int(started) + 15_000, cause=cause)
+            for key, (started, cause) in starts.items()
+        ]
+        queued = Launch("queued", f"{name}-3", None, 0)
+        return Record(name, launches={queued.id: queued}, ended={launch.id: launch for launch in launches})
 
     async def ended(self, id: str | None = None) -> list[EndedCluster]:
         chosen = [one for one in self.over if id in (None, one.id)]
@@ -263,4 +274,4 @@ class StandInClusters:
             )
         self.created.append((options, user))
         self.found.append(cluster(name, group(), status="starting"))
-        return self.found[-1]
+        return await self.details(name)

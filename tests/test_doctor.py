@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +16,6 @@ from types import ModuleType
 import dask
 import psutil
 import pytest
-import tornado
 from click.testing import CliRunner
 from clusters import sign_of, write_record
 from distributed import Client
@@ -33,7 +34,7 @@ ADDON = "/runtime-addons/cmladdon-2.0.49-b279/lib"
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
     "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
-    "web UI", "pyarrow", "gang scheduling", "sidebar", "time-outs", "clusters",
+    "pyarrow", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -163,16 +164,19 @@ def test_doctor_finishes_all_other_checks_if_the_platform_hangs(tmp_path):
     assert findings["platform"]["words"] == "The check did not finish within 2 s."
 
 
-@pytest.mark.parametrize("error", [ImportError("libssl.so.3"), SystemExit(3), RecursionError()])
-def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, monkeypatch, error):
-    def fail():
+def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, monkeypatch):
+    errors = {"image": ImportError("libssl.so.3"), "pyarrow": SystemExit(3), "sidebar": RecursionError()}
+
+    def fail(error, *_):
         raise error
 
-    monkeypatch.setattr(environment, "image", fail)
+    for name, error in errors.items():
+        monkeypatch.setattr(environment, name, functools.partial(fail, error))
     findings = {finding.name: finding for finding in examine()}
     assert [*findings] == CHECKS
-    assert findings["image"].state == "wrong"
-    assert type(error).__name__ in findings["image"].words
+    for name, error in errors.items():
+        assert findings[name].state == "wrong"
+        assert type(error).__name__ in findings[name].words
 
 
 def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
@@ -185,13 +189,9 @@ def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
 # -- the session
 
 
-def test_a_laptop_without_a_platform_is_pointed_to_the_local_platform(laptop):
+def test_a_python_without_the_platform_is_wrong_with_the_next_command(laptop, monkeypatch):
     finding = environment.platform()
-    assert finding.state == "wrong"
-    assert finding.command == "export DASK_CML__PLATFORM=local"
-
-
-def test_a_python_other_than_the_runtimes_is_wrong(laptop, monkeypatch):
+    assert (finding.state, finding.command) == ("wrong", "export DASK_CML__PLATFORM=local")
     monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
     finding = environment.platform()
     assert (finding.state, finding.command) == ("wrong", f"{sys._base_executable} -m dask cml doctor")
@@ -224,82 +224,77 @@ def test_an_addon_that_cannot_be_imported_is_named_with_the_release_of_the_workb
     assert "of_another_release" in finding.words
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (UNAUTHORIZED, "Unauthorized"),
-        ({"message": "Internal Server Error"}, "Internal Server Error"),
-        ({}, "list_workers() fails: CML answered with a dict instead of a session"),
-        (["id", "status"], "with a list"),
-        (None, "list_workers() fails: "),
-        (RuntimeError("no CDSW_API_KEY in the environment"), "CDSW_API_KEY is not set: restart the kernel"),
-        (OSError("connection\nreset"), "OSError: connection"),
-        (ConnectionError("x" * 1000), "list_workers() fails"),
-    ],
-)
-def test_a_failed_listing_shows_the_platforms_reason(cml, answer, words):
-    def answers():
+ANSWERS = [
+    (UNAUTHORIZED, "Unauthorized"),
+    ({"message": "Internal Server Error"}, "Internal Server Error"),
+    ({}, "list_workers() fails: CML answered with a dict instead of a session"),
+    (["id", "status"], "with a list"),
+    (None, "list_workers() fails: "),
+    (RuntimeError("no CDSW_API_KEY in the environment"), "CDSW_API_KEY is not set: restart the kernel"),
+    (OSError("connection\nreset"), "OSError: connection"),
+    (ConnectionError("x" * 1000), "list_workers() fails"),
+]
+
+
+def test_a_failed_listing_shows_the_platforms_reason(cml):
+    def give(answer):
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    cml.answer = answers
-    finding = environment.platform()
-    assert finding.state == "wrong"
-    assert words in finding.words
-    assert len(finding.words) < 500
+    for answer, words in ANSWERS:
+        cml.answer = functools.partial(give, answer)
+        finding = environment.platform()
+        assert finding.state == "wrong"
+        assert words in finding.words
+        assert len(finding.words) < 500
 
 
-@pytest.mark.parametrize("key", ["cml.api.timeout", "cml.limits.cpu", "cml.prices.gpu", "cml.history.keep"])
-def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml, key):
-    with dask.config.set({key: "lots"}):
-        finding = environment.configuration()
-    assert finding.state == "wrong"
-    assert f"{key}='lots'" in finding.words
+def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml):
+    for key in "cml.api.timeout", "cml.limits.cpu", "cml.prices.gpu", "cml.history.keep":
+        with dask.config.set({key: "lots"}):
+            finding = environment.configuration()
+        assert finding.state == "wrong"
+        assert f"{key}='lots'" in finding.words
 
 
-@pytest.mark.parametrize(("status", "state"), [(200, "warning"), (503, "ok")])
-def test_a_sidecar_of_a_mesh_is_a_warning_with_the_administrators_command(cml, sidecar, status, state):
-    sidecar[0] = status
-    finding = environment.network()
-    assert finding.state == state
-    assert finding.command == (mesh.PERMIT if state == "warning" else None)
+def test_a_sidecar_of_a_mesh_is_a_warning_with_the_administrators_command(cml, sidecar):
+    for status, state, command in (200, "warning", mesh.PERMIT), (503, "ok", None):
+        sidecar[0] = status
+        finding = environment.network()
+        assert (finding.state, finding.command) == (state, command)
+    sidecar[0] = 200
+    with dask.config.set({"cml.platform": "local"}):
+        assert environment.network().state == "ok"
 
 
+@pytest.mark.slow
 def test_a_silent_program_at_the_sidecars_port_delays_the_doctor_for_seconds_only(cml, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(mesh, "HEALTH_PORT", silent.getsockname()[1])
         assert environment.network() == Finding("ok", "No Istio sidecar runs in this session.")
 
 
-def test_a_sidecar_does_not_matter_to_clusters_on_this_machine(cml, sidecar):
-    with dask.config.set({"cml.platform": "local"}):
-        assert environment.network().state == "ok"
-
-
 # -- the state directory
 
 
-def test_a_missing_state_directory_is_ok_and_stays_missing(home, cml):
+def test_a_state_directory_is_missing_or_private_and_stays_empty(home, cml):
     assert environment.state_directory().words == f"The first cluster will create {home / '.dask-cml'}."
     assert [*home.iterdir()] == []
-
-
-def test_a_private_state_directory_is_ok_and_stays_empty(home, cml):
     (home / ".dask-cml").mkdir(mode=0o700)
     assert environment.state_directory().state == "ok"
     assert [*(home / ".dask-cml").iterdir()] == []
 
 
-@pytest.mark.parametrize(("mode", "state"), [(0o755, "warning"), (0o770, "wrong"), (0o500, "wrong")])
-def test_the_command_fixes_the_mode_of_the_state_directory(home, cml, mode, state):
+def test_the_command_fixes_the_mode_of_the_state_directory(home, cml):
     (home / ".dask-cml").mkdir()
-    (home / ".dask-cml").chmod(mode)
-    finding = environment.state_directory()
-    assert finding.state == state
-    assert f"{mode:04o}" in finding.words
-    mend(finding)
-    assert environment.state_directory().state == "ok"
+    for mode, state in (0o755, "warning"), (0o770, "wrong"), (0o500, "wrong"):
+        (home / ".dask-cml").chmod(mode)
+        finding = environment.state_directory()
+        assert finding.state == state
+        assert f"{mode:04o}" in finding.words
+        mend(finding)
+        assert environment.state_directory().state == "ok"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to others")
@@ -350,36 +345,15 @@ def test_copies_of_the_images_packages_are_a_warning_in_sessions(cml, install, m
     assert environment.image().state == "ok"
 
 
-@pytest.mark.parametrize(
-    ("version", "state"), [((6, 5, 4, 0), "warning"), ((6, 5, 5, 0), "ok"), ((6, 6, 0, 0), "ok")]
-)
-def test_a_tornado_with_known_holes_is_a_warning(laptop, monkeypatch, version, state):
-    monkeypatch.setattr(tornado, "version_info", version)
-    finding = environment.web_ui()
-    assert finding.state == state
-    assert (finding.command is not None) == (state == "warning")
-    assert not finding.command or shlex.split(finding.command)[-1] == "tornado>=6.5.5"
-
-
-def test_no_command_replaces_the_tornado_of_a_session(cml, monkeypatch):
-    """Sessions may not start any more next to another one in the home folder."""
-    monkeypatch.setattr(tornado, "version_info", (6, 5, 4, 0))
-    finding = environment.web_ui()
-    assert (finding.state, finding.command) == ("warning", None)
-    assert "runtime" in finding.words
-
-
-@pytest.mark.parametrize("bokeh", ["2.4.3", "99.0"])
-def test_a_bokeh_that_the_extra_excludes_is_a_warning(install, bokeh):
+def test_a_bokeh_that_the_extra_excludes_or_none_is_a_warning(install, monkeypatch):
     assert environment.dashboard().state == "ok"
-    install("bokeh", bokeh)
-    finding = environment.dashboard()
-    assert finding.state == "warning"
-    assert f"bokeh {bokeh} is installed." in finding.words
-    assert not Requirement(shlex.split(finding.command)[-1]).specifier.contains(bokeh)
-
-
-def test_a_missing_bokeh_is_a_warning(monkeypatch):
+    for bokeh in "99.0", "2.4.3":
+        folder = install("bokeh", bokeh)
+        finding = environment.dashboard()
+        assert finding.state == "warning"
+        assert f"bokeh {bokeh} is installed." in finding.words
+        assert not Requirement(shlex.split(finding.command)[-1]).specifier.contains(bokeh)
+        shutil.rmtree(folder / f"bokeh-{bokeh}.dist-info")
     monkeypatch.setattr(environment, "version", lambda name: None)
     finding = environment.dashboard()
     assert finding.state == "warning"
@@ -387,46 +361,32 @@ def test_a_missing_bokeh_is_a_warning(monkeypatch):
     assert Requirement(shlex.split(finding.command)[-1]).name == "bokeh"
 
 
-@pytest.fixture
-def pyarrow(install, monkeypatch):
-    """Replace pyarrow with one line of code, in child processes."""
+FAILING_IMPORTS = [
+    (
+        "raise ImportError('it needs NumPy 2.0')",
+        "pyarrow 99.0 fails to import: ImportError: it needs NumPy 2.0.",
+    ),
+    (
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "-c', 'import pyarrow']' died with <Signals.SIGSEGV: 11>.",
+    ),
+    ("import sys; sys.stderr.write('x' * 100_000); sys.exit(1)", "pyarrow 99.0 fails to import: "),
+]
 
-    def replace(code):
-        folder = install("pyarrow", "99.0")
+
+def test_doctor_shows_why_pyarrow_fails_to_import(install, monkeypatch):
+    folder = install("pyarrow", "99.0")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    for code, words in FAILING_IMPORTS:
         (folder / "pyarrow.py").write_text(code)
-        monkeypatch.setenv("PYTHONPATH", str(folder))
-
-    return replace
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (
-            "raise ImportError('it needs NumPy 2.0')",
-            "pyarrow 99.0 fails to import: ImportError: it needs NumPy 2.0.",
-        ),
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
-            "-c', 'import pyarrow']' died with <Signals.SIGSEGV: 11>.",
-        ),
-        ("import sys; sys.stderr.write('x' * 100_000); sys.exit(1)", "pyarrow 99.0 fails to import: "),
-    ],
-    ids=["error", "crash", "long message"],
-)
-def test_doctor_shows_why_pyarrow_fails_to_import(pyarrow, code, words):
-    pyarrow(code)
-    finding = environment.pyarrow(120)
-    assert finding.state == "warning"
-    assert words in finding.words
-    assert len(finding.words) < 500
-    # Any release works with the NumPy of newer Pythons.
-    expected = "pyarrow<26" if sys.version_info < (3, 13) else None
-    assert (finding.command and shlex.split(finding.command)[-1]) == expected
-
-
-def test_an_import_that_hangs_is_stopped(pyarrow):
-    pyarrow("import time; time.sleep(3600)")
+        finding = environment.pyarrow(120)
+        assert finding.state == "warning"
+        assert words in finding.words
+        assert len(finding.words) < 500
+        # Any release works with the NumPy of newer Pythons.
+        expected = "pyarrow<26" if sys.version_info < (3, 13) else None
+        assert (finding.command and shlex.split(finding.command)[-1]) == expected
+    (folder / "pyarrow.py").write_text("import time; time.sleep(3600)")
     assert environment.pyarrow(0).words == "pyarrow 99.0 fails to import: the import timed out."
     assert [child for child in psutil.Process().children() if "pyarrow" in child.cmdline()[-1]] == []
 
@@ -434,7 +394,13 @@ def test_an_import_that_hangs_is_stopped(pyarrow):
 # -- JupyterLab
 
 
-@pytest.mark.parametrize("file", ["jupyter_server_config.json", "jupyter_server_config.d/dask_cml.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "jupyter_server_config.d/dask_cml.json",
+        pytest.param("jupyter_server_config.json", marks=pytest.mark.slow),
+    ],
+)
 def test_the_command_enables_a_disabled_sidebar(monkeypatch, tmp_path, file):
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")  # as outside of virtual environments
@@ -454,15 +420,6 @@ def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
     monkeypatch.setattr(environment, "version", lambda name: None)
     assert environment.sidebar().state == "ok"
     assert environment.time_outs().state == "ok"
-
-
-def test_doctor_warns_of_a_variable_for_spark_that_holds_sessions_back(cml, monkeypatch):
-    monkeypatch.delenv("ENV_GANG_MIN_MEMBER", raising=False)
-    assert environment.gang_scheduling().state == "ok"
-    monkeypatch.setenv("ENV_GANG_MIN_MEMBER", "3")
-    finding = environment.gang_scheduling()
-    assert finding.state == "warning"
-    assert "delete ENV_GANG_MIN_MEMBER from the project's variables" in finding.words
 
 
 def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):

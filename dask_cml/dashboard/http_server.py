@@ -14,7 +14,6 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-import tornado
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPServerRequest
 from tornado.iostream import IOStream
@@ -34,17 +33,8 @@ _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
 _MOST_BODY, _MOST_HEADERS = 2**16, 2**16
 #: Seconds without accepting connections if that fails: the process may have too many open files.
 _PAUSE = 0.5
-#: The first release of Tornado without known security holes.
-SAFE_TORNADO = "6.5.5"
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
-def known_holes() -> str | None:
-    """Return a warning, as a clause, if this Tornado has known security holes. Return None otherwise."""
-    if tornado.version_info >= tuple(map(int, SAFE_TORNADO.split("."))):
-        return None
-    return f"Tornado {tornado.version} has security holes, which {SAFE_TORNADO} does not have"
 
 
 def local_socket(port: int) -> socket.socket:

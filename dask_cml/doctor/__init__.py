@@ -44,9 +44,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "versions": environment.versions,
         "image": environment.image,
         "dashboard": environment.dashboard,
-        "web UI": environment.web_ui,
         "pyarrow": functools.partial(environment.pyarrow, timeout / 2),
-        "gang scheduling": environment.gang_scheduling,
         "sidebar": environment.sidebar,
         "time-outs": environment.time_outs,
         # Schedulers get a third of the time to respond, and workers get another third.

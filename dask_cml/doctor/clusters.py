@@ -47,9 +47,8 @@ async def _compare_all(records: Sequence[Record], timeout: float) -> list[Findin
     rows = await operations.describe(records)
     comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
     findings = await asyncio.gather(*comparisons)
-    return [
-        replace(finding, name=f"cluster {row['name']}") for finding, row in zip(findings, rows, strict=True)
-    ]
+    named = zip(records, findings, strict=True)
+    return [replace(finding, name=f"cluster {record.name}") for record, finding in named]
 
 
 async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Finding:

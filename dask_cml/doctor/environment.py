@@ -23,7 +23,7 @@ from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers, mesh
-from dask_cml.sessions.here import GANG, NO_GANG, load_platform, origin, session_limits, this_session
+from dask_cml.sessions.here import load_platform, origin, session_limits, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
@@ -45,7 +45,6 @@ _OF_THE_IMAGE = (
 
 _SERVER_EXTENSIONS = ("dask_labextension", "dask_cml.jupyter")
 _TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_SECONDS", 300)
-
 
 State = Literal["ok", "warning", "wrong"]
 
@@ -80,10 +79,10 @@ class Finding:
         return f"{begin}{printable(self.name):<16} {printable(self.words)}" + command
 
 
-def pip_command(action: str, *arguments: str) -> str:
-    """Return a shell command that runs this Python's pip."""
-    user = ["--user"] if action == "install" and sys.prefix == sys.base_prefix else []
-    return shlex.join([sys.executable, "-m", "pip", action, *user, *arguments])
+def pip_install(*arguments: str) -> str:
+    """Return a shell command that installs packages by this Python's pip."""
+    user = ["--user"] if sys.prefix == sys.base_prefix else []
+    return shlex.join([sys.executable, "-m", "pip", "install", *user, *arguments])
 
 
 def dask_command() -> str:
@@ -224,7 +223,7 @@ def versions() -> Finding:
         for requirement, found in unmet(owner).items()
     }
     if missing:
-        return Finding("wrong", f"{'; '.join(missing.values())}.", pip_command("install", *missing))
+        return Finding("wrong", f"{'; '.join(missing.values())}.", pip_install(*missing))
     there = (f"{name} {version(name)}" for name in ("dask-cml", "dask", "distributed", "cloudpickle"))
     return Finding("ok", f"Python {sys.version.split()[0]}, {', '.join(there)}.")
 
@@ -256,21 +255,8 @@ def dashboard() -> Finding:
     if missing := unmet("dask-cml", "dashboard"):
         lacks = " and ".join(missing.values())
         words = f"Parts of the dashboard fail, because {lacks}. It needs {', '.join(missing)}."
-        return Finding("warning", words, pip_command("install", *missing))
+        return Finding("warning", words, pip_install(*missing))
     return Finding("ok", "What the dashboard needs is installed.")
-
-
-def web_ui() -> Finding:
-    """Check that the web server of `dask cml serve` has no known holes."""
-    from dask_cml.dashboard.http_server import SAFE_TORNADO, known_holes
-
-    holes = known_holes()
-    if holes is None:
-        return Finding("ok", "The web server of `dask cml serve` has no known security holes.")
-    if launches_sessions():  # with another Tornado in the home folder, sessions may not start
-        return Finding("warning", f"{holes}. Before you run `dask cml serve`, choose a newer runtime.")
-    command = pip_command("install", f"tornado>={SAFE_TORNADO}")
-    return Finding("warning", f"{holes}. `dask cml serve` needs it.", command)
 
 
 def pyarrow(timeout: float) -> Finding:
@@ -294,20 +280,8 @@ def pyarrow(timeout: float) -> Finding:
     else:
         return Finding("ok", "Python can import pyarrow.")
     fitting = [needed for needed in unmet("dask-cml", "notebooks") if needed.startswith("pyarrow")]
-    command = pip_command("install", *fitting) if fitting else None
+    command = pip_install(*fitting) if fitting else None
     return Finding("warning", f"pyarrow {version('pyarrow')} fails to import: {why}.", command)
-
-
-def gang_scheduling() -> Finding:
-    """Check that no project variable for Spark holds worker sessions back."""
-    if not os.environ.get(GANG):
-        return Finding("ok", "No variable for Spark holds worker sessions back.")
-    words = (
-        f"{GANG} is set, a variable for Spark: CML may hold each worker session back until several can "
-        f"start together. dask-cml's own sessions get {NO_GANG}=true, which disables this. If they stay "
-        f"queued nevertheless, delete {GANG} from the project's variables."
-    )
-    return Finding("warning", words)
 
 
 def sidebar() -> Finding:
@@ -316,7 +290,7 @@ def sidebar() -> Finding:
         return Finding("ok", "JupyterLab is not installed, so no sidebar is needed.")
     if missing := unmet("dask-cml", "jupyter"):
         words = f"{'; '.join(missing.values())}. JupyterLab shows no Dask sidebar without these packages."
-        return Finding("warning", words, pip_command("install", *missing))
+        return Finding("warning", words, pip_install(*missing))
     from jupyter_core.paths import jupyter_config_path
     from jupyter_server.extension.config import ExtensionConfigManager
 

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from distributed.core import Status
@@ -16,24 +15,21 @@ from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.dashboard.proxy import OpenComm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
-from dask_cml.layout import SCHEDULER
 from dask_cml.observers import (
-    EXPECTED,
     Observers,
     changing,
     has_dashboard,
     may_connect,
     open_dashboard,
-    until_shown,
 )
 from dask_cml.options import setting
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.output import get_logger
-from dask_cml.records import history, operations, store
+from dask_cml.records import history, liveness, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.liveness import Finding, State
-from dask_cml.records.record import Maker, Record
+from dask_cml.records.record import Maker, Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.serve import views
 from dask_cml.sessions.workers_api import load_platform
@@ -51,7 +47,7 @@ _UNSEEN = Finding(State.UNKNOWN, "its scheduler has not answered yet")
 
 
 class ServedCluster(CMLCluster):
-    """A cluster that a user creates in the web UI.
+    """A cluster that shuts down with the web UI, because a user has created it there.
 
     Parameters
     ----------
@@ -59,7 +55,17 @@ class ServedCluster(CMLCluster):
         The user who creates it.
     **options
         Arguments of :class:`dask_cml.CMLCluster`.
+
+    Attributes
+    ----------
+    task : asyncio.Task
+        Starts the cluster, or connects to it.
+    failure : Exception or None
+        Why it did not start.
     """
+
+    task: asyncio.Task[None]
+    failure: Exception | None = None
 
     def __init__(self, user: str | None, **options: Any) -> None:
         self._user = user
@@ -67,28 +73,6 @@ class ServedCluster(CMLCluster):
 
     def _share(self, given: Mapping[str, Any]) -> Sharing:
         return Sharing(self, given, Maker.this_process(self._user, serves=True))
-
-
-@dataclass
-class Kept:
-    """A cluster that shuts down with the web UI.
-
-    Parameters
-    ----------
-    record : Record
-        Its record, before it is written.
-    cluster : CMLCluster
-        The cluster.
-    failure : Exception or None
-        Why it did not start.
-    task : asyncio.Task or None
-        Starts the cluster, or connects to it.
-    """
-
-    record: Record
-    cluster: CMLCluster
-    failure: Exception | None = None
-    task: asyncio.Task[None] | None = None
 
 
 class ProjectClusters(Observers):
@@ -117,11 +101,7 @@ class ProjectClusters(Observers):
     def __init__(self, interval: float = 2.0) -> None:
         super().__init__(interval)
         #: The clusters that shut down with the web UI, by the ids of their records.
-        self.kept: dict[str, Kept] = {}
-        #: The usage of each cluster at the last poll, by name.
-        self.usages: dict[str, Usage] = {}
-        #: How long the worker sessions of each cluster took to start, in seconds, by name.
-        self.start_times: dict[str, list[float]] = {}
+        self.kept: dict[str, ServedCluster] = {}
         #: Why the web UI cannot create clusters, or None.
         self.problem: str | None = None
         try:
@@ -132,40 +112,24 @@ class ProjectClusters(Observers):
     # -- observers
 
     async def polled(self) -> None:
-        """Sum up what the clusters have used, and keep those of a web UI that was killed."""
-        self.usages = await asyncio.to_thread(self._sum_up)
-        self.start_times = {record.name: _start_times(record) for record in self.records.values()}
-        for id, kept in [*self.kept.items()]:
-            has_begun = kept.task is not None and kept.task.done() and kept.failure is None
-            if has_begun and kept.cluster.status == Status.closed:
+        """Forget the own clusters that have ended, and keep those of a web UI that was killed."""
+        for id, cluster in [*self.kept.items()]:
+            if cluster.task.done() and cluster.failure is None and cluster.status == Status.closed:
                 del self.kept[id]
         for id, record in self.records.items():
             is_left = record.maker.serves and record.maker.lives() is False
             if is_left and may_connect(record, self.findings[id]) and id not in self.kept:
-                cluster = CMLCluster(
-                    name=record.name,
-                    create_mode="connect",
-                    shutdown_on_close=True,
-                    asynchronous=True,
-                    quiet=True,
-                )
-                kept = self.kept[id] = Kept(record, cluster)
-                kept.task = asyncio.create_task(self._take_over(kept))
+                options = {"create_mode": "connect", "shutdown_on_close": True}
+                cluster = self.kept[id] = ServedCluster(None, name=record.name, **options)
+                cluster.task = asyncio.create_task(self._take_over(id, cluster))
 
-    def _sum_up(self) -> dict[str, Usage]:
-        return {record.name: self._usage(record) for record in self.records.values()}
-
-    def _usage(self, record: Record) -> Usage:
-        is_alive = self._finding(record).state is State.ALIVE
-        return usage_of(record, time.time() if is_alive else history.end_of(record))
-
-    async def _take_over(self, kept: Kept) -> None:
+    async def _take_over(self, id: str, cluster: ServedCluster) -> None:
         try:
-            await kept.cluster
-        except EXPECTED as error:
-            logger.info("Cluster %s not managed: %s", kept.record.name, error)
-            await kept.cluster.leave()
-            del self.kept[kept.record.id]  # the next poll tries again
+            await cluster
+        except Exception as error:  # of Dask, too: the next poll tries again
+            logger.info("Cluster %s not managed: %s", cluster.name, error)
+            del self.kept[id]
+            await cluster.leave()
 
     async def close(self) -> None:
         """Stop reading, and shut down the clusters of the web UI. The others keep running.
@@ -176,10 +140,8 @@ class ProjectClusters(Observers):
             If CML did not stop some sessions in time. The message names their clusters.
         """
         await super().close()
-        await cancel(*(kept.task for kept in self.kept.values()))
-        ending = {
-            kept.record.name: asyncio.ensure_future(kept.cluster.close()) for kept in self.kept.values()
-        }
+        await cancel(*(cluster.task for cluster in self.kept.values()))
+        ending = {cluster.name: asyncio.ensure_future(cluster.close()) for cluster in self.kept.values()}
         if ending:
             await asyncio.wait(ending.values(), timeout=_GRACE)
         left = [name for name, task in ending.items() if not task.done() or task.exception() is not None]
@@ -190,8 +152,8 @@ class ProjectClusters(Observers):
     # -- lookups
 
     def _by_name(self) -> dict[str, Record]:
-        new = {id: kept.record for id, kept in self.kept.items()}
-        return {record.name: record for record in {**new, **self.records}.values()}
+        new = [cluster.sharing.new_record for cluster in self.kept.values()]
+        return {record.name: record for record in [*new, *self.records.values()]}
 
     def find(self, name: str) -> Record:
         """Return the last known record of a cluster.
@@ -231,30 +193,36 @@ class ProjectClusters(Observers):
         return [self._describe(record) for _, record in sorted(self._by_name().items())]
 
     def _describe(self, record: Record) -> dict[str, Any]:
-        kept, usage = self.kept.get(record.id), self.usages.get(record.name)
-        described = views.described(record, self._finding(record), usage)
-        return described if kept is None else described | views.kept(kept.cluster, kept.failure)
+        kept, described = self.kept.get(record.id), views.described(record, self._finding(record))
+        return described if kept is None else described | views.kept(kept, kept.failure)
 
     async def details(self, name: str) -> dict[str, Any]:
-        """Describe one cluster with its sessions.
+        """Describe one cluster as it is now, with its sessions.
 
         Raises
         ------
         NoSuchCluster
             If no cluster has this name.
         """
-        record = await asyncio.to_thread(store.refreshed, self.find(name))
-        finding = self._finding(record)
-        logs = await asyncio.to_thread(operations.session_logs(record).paths)
-        usage = await asyncio.to_thread(self._usage, record)
-        description = self._describe(record)
+        return await self._details(self.find(name))
+
+    async def _details(self, known: Record) -> dict[str, Any]:
+        def read() -> tuple[Record, Finding, Usage, list[str]]:
+            record = store.refreshed(known)
+            finding = liveness.seen(record, self._listing)
+            end = history.end_of(record) if finding.state is State.DEAD else time.time()
+            return record, finding, usage_of(record, end), [*operations.session_logs(record).paths()]
+
+        record, finding, usage, logs = await asyncio.to_thread(read)
+        self.findings[record.id] = finding
         return {
-            **description,
+            **self._describe(record),
             "sessions": views.sessions_of(record, finding),
-            "logs": [*logs],
+            "logs": logs,
+            "session_hours": usage.total.hours,
             "usage": usage.to_json(),
             "cost": usage.total.cost,
-            "client": f'Client("{description["address"]}")',
+            "client": f'Client("{cluster_address(record.name)}")',
             "security": record.security is not None,
             "dashboard_id": record.id if has_dashboard(record, finding) else None,
         }
@@ -299,26 +267,18 @@ class ProjectClusters(Observers):
             If it does not run, or has no keys.
         """
         record = self.find(name)
-        kept = self.kept.get(record.id)
-        if kept is None and record.security is None:
+        if record.id not in self.kept and record.security is None:
             raise CMLError(
                 f"cluster {name!r} has no keys, so the web UI cannot tell it from another program at its "
                 "address: change it in the notebook that created it"
             )
-        status = self._describe(record)["status"]
-        if status != "running" or (kept is not None and kept.cluster.status != Status.running):
-            raise CMLError(
-                f"cluster {name!r} is {'starting' if status == 'running' else status}: try again later"
-            )
-        if kept is None:
-            async with changing(record) as cluster:
-                yield cluster
-        else:
-            yield kept.cluster
-            await until_shown(record, kept.cluster)
+        if (status := self._describe(record)["status"]) != "running":
+            raise CMLError(f"cluster {name!r} is {status}: try again later")
+        async with changing(record) as cluster:
+            yield cluster
 
     async def create(self, options: Mapping[str, Any], user: str | None = None) -> dict[str, Any]:
-        """Create a cluster that shuts down with this process, and describe it.
+        """Create a cluster that shuts down with this process, and describe it with its sessions.
 
         Parameters
         ----------
@@ -338,32 +298,30 @@ class ProjectClusters(Observers):
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         cluster = ServedCluster(user, **unattended(options))
-        record = cluster.sharing.new_record
-        for id, earlier in [*self.kept.items()]:
-            if earlier.record.name == record.name:
-                if earlier.failure is None:
-                    raise ClusterExists(record.name)
-                del self.kept[id]
-        kept = self.kept[record.id] = Kept(record, cluster)
-        kept.task = asyncio.create_task(self._start(kept))
-        await asyncio.wait({kept.task}, timeout=_PATIENCE)
-        if kept.failure is not None:
+        id = cluster.sharing.new_record.id
+        for earlier, other in [*self.kept.items()]:
+            if other.name == cluster.name and other.failure is not None:
+                del self.kept[earlier]
+        self.kept[id] = cluster
+        cluster.task = asyncio.create_task(self._start(id, cluster))
+        await asyncio.wait({cluster.task}, timeout=_PATIENCE)
+        if cluster.failure is not None:
             if cluster.status == Status.closed:
-                self.kept.pop(record.id, None)
-            raise kept.failure
-        return self._describe(self.records.get(record.id, record))
+                self.kept.pop(id, None)
+            raise cluster.failure
+        return await self._details(cluster.sharing.new_record)
 
-    async def _start(self, kept: Kept) -> None:
+    async def _start(self, id: str, cluster: ServedCluster) -> None:
         try:
-            await kept.cluster
+            await cluster
         except Exception as error:  # of Dask or the platform's library, too: the page shows it
             if not isinstance(error, (CMLError, OSError)):
-                logger.exception("Cluster %s not started", kept.record.name)
-            kept.failure = error
+                logger.exception("Cluster %s not started", cluster.name)
+            cluster.failure = error
             if isinstance(error, ClusterExists):
-                self.kept.pop(kept.record.id, None)  # which would hide the existing cluster
+                self.kept.pop(id, None)  # which would hide the existing cluster
             with contextlib.suppress(CMLError):
-                await kept.cluster.shutdown()
+                await cluster.shutdown()
 
     async def delete(self, name: str, user: str | None = None) -> None:
         """Stop all sessions of a cluster, or forget a failed cluster.
@@ -383,21 +341,12 @@ class ProjectClusters(Observers):
             If CML did not stop some sessions.
         """
         record = self.find(name)
-        kept = self.kept.get(record.id)
-        if kept is not None:
-            kept.cluster.end_reason = operations.deleted_by(user)
-            await kept.cluster.shutdown()
+        cluster, reason = self.kept.get(record.id), operations.deleted_by(user)
+        if cluster is not None:
+            cluster.end_reason = reason
+            await cluster.shutdown()
             self.kept.pop(record.id, None)
-        else:
-            errors = await operations.end_all([record], operations.deleted_by(user))
-            error = errors[name]
-            if error is not None:
-                raise error
+        elif (error := (await operations.end_all([record], reason))[name]) is not None:
+            raise error
         # A thread may read the last ones.
         self.records = {id: known for id, known in self.records.items() if id != record.id}
-
-
-def _start_times(record: Record) -> list[float]:
-    launches = {**record.launches, **record.ended}.values()
-    workers = [launch for launch in launches if launch.key != SCHEDULER]
-    return [max(0.0, launch.started - launch.launched) for launch in workers if launch.started is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
@@ -11,6 +12,8 @@ from typing import Any
 from tornado.web import HTTPError
 
 from dask_cml.layout import SCHEDULER
+from dask_cml.records.record import Record
+from dask_cml.records.usage import usage_of
 from dask_cml.serve.access import Handler
 
 #: The upper limits of start times, in seconds.
@@ -69,14 +72,21 @@ class Metrics(Handler):
             if status not in ("running", "starting"):
                 continue
             sessions.add_metric([name, SCHEDULER, "connected" if status == "running" else "starting"], 1)
-            for label, used in self.clusters.usages.get(name, {}).items():
+            record = self.clusters.find(name)
+            for label, used in usage_of(record, time.time()).items():
                 launches.add_metric([name, label], used.sessions)
                 seconds.add_metric([name, label], used.hours * 3600)
                 for cause, n in used.lost.items():
                     losses.add_metric([name, label, cause], n)
-            if waits := self.clusters.start_times.get(name):
+            if waits := _start_times(record):
                 times.add_metric([name], _buckets(waits), sum(waits))
         return [clusters, wanted, sessions, launches, losses, seconds, times]
+
+
+def _start_times(record: Record) -> list[float]:
+    launches = {**record.launches, **record.ended}.values()
+    workers = [launch for launch in launches if launch.key != SCHEDULER]
+    return [max(0.0, launch.started - launch.launched) for launch in workers if launch.started is not None]
 
 
 ROUTES: list[Any] = [(r"/metrics", Metrics)]

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import tornado
 from tornado.httputil import HTTPServerRequest
 
-from dask_cml.dashboard.http_server import LocalApplication, LocalServer, known_holes, local_socket
+from dask_cml.dashboard.http_server import LocalApplication, LocalServer, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.output import get_logger
@@ -40,6 +41,10 @@ logger = get_logger(__name__)
 #: The variable with the port of the dashboards in a CML session.
 _SECOND = "CDSW_READONLY_PORT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: The first release of Tornado without known security holes.
+_SAFE_TORNADO = (6, 5, 5)
+#: In CML, another Tornado in the home folder may keep sessions from starting.
+_UNSAFE = "Tornado %s has security holes, which 6.5.5 does not have: in CML, choose a newer runtime"
 
 
 def port_of_session() -> int:
@@ -251,9 +256,8 @@ async def serve(
         clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    holes = known_holes()
-    if holes is not None:
-        logger.warning("%s: run `dask cml doctor`", holes)
+    if tornado.version_info < _SAFE_TORNADO:
+        logger.warning(_UNSAFE, tornado.version)
     async with contextlib.AsyncExitStack() as ending:
         listener = ending.enter_context(listen_for_web_ui(port))
         access, clusters = Access(listener.getsockname()[1]), ProjectClusters()

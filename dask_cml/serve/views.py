@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 from distributed.core import Status
 
-from dask_cml.checks import web_link
 from dask_cml.cluster import CMLCluster
 from dask_cml.display import status_of
 from dask_cml.errors import reason_of
@@ -18,15 +18,15 @@ from dask_cml.options import SessionSize
 from dask_cml.records import operations
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record
-from dask_cml.records.usage import Usage
+from dask_cml.records.usage import usage_of
+from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.session import Session
 from dask_cml.sharing.report import Report
 from dask_cml.timing import timing
 from dask_cml.words import format_duration, idle, waiting, waiting_workers
 
-_NO_SIZE = {"cpu": None, "memory": None, "nvidia_gpu": None}
 
-
-def described(record: Record, finding: Finding, usage: Usage | None) -> dict[str, Any]:
+def described(record: Record, finding: Finding) -> dict[str, Any]:
     """Describe a cluster.
 
     Parameters
@@ -35,8 +35,6 @@ def described(record: Record, finding: Finding, usage: Usage | None) -> dict[str
         Its record.
     finding : Finding
         Whether its scheduler lives.
-    usage : Usage or None
-        Its usage, if known.
     """
     row = operations.description(record, finding)
     status = row["status"]
@@ -46,7 +44,7 @@ def described(record: Record, finding: Finding, usage: Usage | None) -> dict[str
     return row | {
         "created": record.created.isoformat(),
         "most_age": record.scheduler.hours and record.scheduler.hours * 3600,
-        "session_hours": None if usage is None else usage.total.hours,
+        "session_hours": None if status == "stale" else usage_of(record, time.time()).total.hours,
         "words": ", ".join([status, *words]),
         "problem": None if status == "starting" else row["problem"],
         "groups": groups,
@@ -99,33 +97,27 @@ def sessions_of(record: Record, finding: Finding) -> list[dict[str, Any]]:
     """Describe a cluster's sessions, the scheduler's first, by the keeper's report or else by their files."""
     sessions = Report.read(record.scheduler.report).known_sessions() if finding.state is State.ALIVE else []
     arrived = record.scheduler.workers.sessions
-    if sessions:
-        return [
-            _session(one.role, one.name, one.id, status_of(one, arrived), one.age, one.size, one.link)
-            for one in sessions
-        ]
-    now, described = time.time(), []
-    launches = sorted(record.launches.values(), key=lambda launch: (launch.key != SCHEDULER, launch.key))
-    for launch in launches:
-        role, name, link = "worker", launch.key, None
-        if launch.key == SCHEDULER:
-            role, name, link = "scheduler", f"{record.name}-scheduler", web_link(record.scheduler.app_url)
-        age = now - launch.launched
-        described.append(_session(role, name, launch.id, "unknown", age, launch.size, link))
-    return described
+    if not sessions:
+        launches = sorted(record.launches.values(), key=lambda launch: (launch.key != SCHEDULER, launch.key))
+        sessions, arrived = [_launched(record, launch) for launch in launches], ()
+    return [
+        {
+            "role": session.role,
+            "name": session.name,
+            "id": session.id,
+            "status": status_of(session, arrived),
+            "age": session.age,
+            **asdict(session.size),
+            "link": session.link,
+        }
+        for session in sessions
+    ]
 
 
-def _session(
-    role: str, name: str, id: str, status: str, age: float, size: SessionSize | None, link: str | None
-) -> dict[str, Any]:
-    """Describe a session."""
-    amounts = asdict(size) if size else _NO_SIZE
-    return {
-        "role": role,
-        "name": name,
-        "id": id,
-        "status": status,
-        "age": age,
-        **amounts,
-        "link": link,
-    }
+def _launched(record: Record, launch: Launch) -> Session:
+    """Return a session that no manager reports."""
+    role, name, url = "worker", launch.key, None
+    if launch.key == SCHEDULER:
+        role, name, url = "scheduler", f"{record.name}-scheduler", record.scheduler.app_url
+    since = datetime.fromtimestamp(launch.launched, timezone.utc)
+    return Session(launch.id, role, name, "unknown", None, url, since, launch.size or SessionSize(0, 0))
