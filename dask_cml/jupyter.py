@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -42,8 +41,6 @@ _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
 
 #: The options of clusters that NEW creates, as dask-labextension has them in its configuration.
 _OF_NEW = {"forward-dashboard": True}
-#: Seconds for which a cluster that may run stays listed, as while another scheduler replaces its own.
-_ABSENT = 60.0
 
 
 class SidebarExtension(ExtensionApp):
@@ -61,15 +58,15 @@ class SidebarExtension(ExtensionApp):
 
     def _begin(self) -> None:
         assert self.serverapp is not None
-        manager = find_manager(self.serverapp.web_app.settings)
-        if manager is None:
+        lists = find_lists(self.serverapp.web_app.settings)
+        if lists is None:
             self.log.info(
                 "dask-labextension is missing, disabled or unsupported; the sidebar lists only clusters that "
                 "it created. To check it, run `dask cml doctor`"
             )
             return
         make_cml_clusters()
-        self._sidebar = Sidebar(manager, self.interval)
+        self._sidebar = Sidebar(lists, self.interval)
         self._sidebar.start()
 
     async def stop_extension(self) -> None:
@@ -82,8 +79,10 @@ def _jupyter_server_extension_points() -> list[dict[str, Any]]:
     return [{"module": __name__, "app": SidebarExtension}]
 
 
-def find_manager(settings: Mapping[str, Any]) -> Any:
-    """Return dask-labextension's ``DaskClusterManager``. Return None if it is missing or unsupported.
+def find_lists(settings: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
+    """Return the dicts from which the sidebar shows clusters, names and adaptive scaling.
+
+    Return None if dask-labextension is missing or unsupported.
 
     Parameters
     ----------
@@ -93,8 +92,7 @@ def find_manager(settings: Mapping[str, Any]) -> Any:
     # Newer releases keep it in the settings, others in a module. Importing that module would create the
     # clusters of `labextension.initial`, even if the extension is disabled.
     module = sys.modules.get("dask_labextension.manager")
-    manager = settings.get("dask_cluster_manager", getattr(module, "manager", None))
-    return None if compat.sidebar_lists(manager) is None else manager
+    return compat.sidebar_lists(settings.get("dask_cluster_manager", getattr(module, "manager", None)))
 
 
 def make_cml_clusters() -> None:
@@ -122,8 +120,6 @@ class ListedCluster:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        #: The monotonic time at which it ran.
-        self.ran = time.monotonic()
         #: Whether :meth:`close` is under way. The sidebar removes the cluster itself after that.
         self.is_closing = False
         self._adapting: asyncio.Task[None] | None = None
@@ -215,22 +211,20 @@ class Sidebar(Observers):
 
     Parameters
     ----------
-    manager : DaskClusterManager
-        The result of `find_manager`.
+    lists : tuple of dict
+        The result of `find_lists`.
     interval : float
         Time between two reads of the records, in seconds.
 
     Examples
     --------
-    >>> sidebar = Sidebar(manager)  # doctest: +SKIP
+    >>> sidebar = Sidebar(lists)  # doctest: +SKIP
     >>> sidebar.start()  # doctest: +SKIP
     >>> await sidebar.close()  # doctest: +SKIP
     """
 
-    def __init__(self, manager: Any, interval: float = 2.0) -> None:
+    def __init__(self, lists: tuple[dict[str, Any], ...], interval: float = 2.0) -> None:
         super().__init__(interval)
-        lists = compat.sidebar_lists(manager)
-        assert lists is not None
         self._listed, self._names, self._adaptives = lists
         #: What had ended at the last poll. It stays listed until the next one, because the sidebar removes it
         #: itself after SHUTDOWN.
@@ -244,14 +238,13 @@ class Sidebar(Observers):
                 await self._drop(id)
 
     async def polled(self) -> None:
-        """List the running clusters, and drop those that have ended and adaptive scaling that has."""
+        """List clusters from when they run until they end, and drop adaptive scaling that has ended."""
         running = {_sidebar_id(record): record for record in self.running_elsewhere()}
         for id, record in running.items():
             if id in self._listed:
                 self._listed[id].show(record)
             else:
                 self._listed[id], self._names[id] = ListedCluster(record), record.name
-            self._listed[id].ran = time.monotonic()
         ended = {id for id, cluster in self._listed.items() if self._has_ended(cluster)}
         for id in self._ended & ended:
             await self._drop(id)
@@ -266,8 +259,7 @@ class Sidebar(Observers):
         if not isinstance(cluster, ListedCluster) or cluster.is_closing:
             return False
         finding = self.findings.get(cluster.record.id)
-        may_run = finding is not None and finding.state is not State.DEAD
-        return not may_run or time.monotonic() - cluster.ran > _ABSENT
+        return finding is None or finding.state is State.DEAD
 
     async def _drop(self, id: str) -> None:
         cluster = self._listed.pop(id, None)  # SHUTDOWN may have removed it meanwhile

@@ -603,23 +603,6 @@ async def test_a_connection_without_a_request_is_closed_in_time(monkeypatch):
             writer.close()
 
 
-async def test_a_server_without_descriptors_pauses_and_recovers(caplog, monkeypatch, holds):
-    monkeypatch.setattr(http_server, "_PAUSE", 0.1)
-    async with forwarded_to(answering()) as (forwarder, _):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        waiting = socket.create_connection(("127.0.0.1", forwarder.port))
-        waiting.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # less than it has
-        try:
-            await holds(lambda: caplog.text.count("No connections accepted") > 1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        waiting.setblocking(False)
-        assert (await asyncio.get_running_loop().sock_recv(waiting, 12)) == b"HTTP/1.1 200"
-        waiting.close()
-    assert "Traceback" not in caplog.text
-
-
 # -- missing schedulers
 
 

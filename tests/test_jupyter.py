@@ -25,7 +25,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import jupyter
 from dask_cml.cancellation import cancel
-from dask_cml.jupyter import Sidebar, find_manager
+from dask_cml.jupyter import Sidebar, find_lists
 from dask_cml.observers import CommandedCluster
 from dask_cml.records import store
 from dask_cml.timing import timing
@@ -80,20 +80,15 @@ class Manager:
         self._clusters, self._cluster_names, self._adaptives = {}, {}, {}
 
 
-@pytest.mark.parametrize("place", ["settings", "module", "both"])
-def test_manager_is_found_where_releases_have_it(monkeypatch, place):
-    manager = Manager()
-    settings = {} if place == "module" else {"dask_cluster_manager": manager}
-    module = SimpleNamespace(manager=Manager() if place == "both" else manager)
-    if place != "settings":
-        monkeypatch.setitem(sys.modules, "dask_labextension.manager", module)
-    assert find_manager(settings) is manager
-
-
-def test_an_unsupported_labextension_manager_is_not_changed(monkeypatch):
+def test_lists_are_found_where_releases_have_them(monkeypatch):
+    new, old = Manager(), Manager()
     monkeypatch.delitem(sys.modules, "dask_labextension.manager", raising=False)
-    assert find_manager({}) is None
-    assert find_manager({"dask_cluster_manager": SimpleNamespace(clusters={})}) is None
+    assert find_lists({}) is None
+    assert find_lists({"dask_cluster_manager": SimpleNamespace(clusters={})}) is None
+    assert find_lists({"dask_cluster_manager": new})[0] is new._clusters
+    monkeypatch.setitem(sys.modules, "dask_labextension.manager", SimpleNamespace(manager=old))
+    assert find_lists({})[0] is old._clusters
+    assert find_lists({"dask_cluster_manager": new})[0] is new._clusters
 
 
 # -- one step after another
@@ -102,12 +97,25 @@ def test_an_unsupported_labextension_manager_is_not_changed(monkeypatch):
 @contextlib.asynccontextmanager
 async def listing():
     """The sidebar in a process that lists clusters."""
-    sidebar = Sidebar(Manager(), interval=0.05)
+    sidebar = Sidebar(({}, {}, {}), interval=0.05)
     sidebar.start()
     try:
         yield sidebar
     finally:
         await sidebar.close()
+
+
+@contextlib.asynccontextmanager
+async def listed(it):
+    """A sidebar with one cluster that another process keeps: its id, the listed and the keeper's object."""
+    creator = await create_elsewhere(it, name="c", security=True)
+    [cluster] = creator.clusters
+    async with listing() as sidebar:
+        await eventually(lambda: sidebar._listed)
+        [(cluster_id, shown)] = sidebar._listed.items()
+        yield sidebar, cluster_id, shown, creator
+        await shown.close()
+        await eventually(lambda: cluster.status == Status.closed)
 
 
 def left_over(name):
@@ -116,36 +124,28 @@ def left_over(name):
 
 
 @simulated
-async def test_name_that_the_user_gave_in_the_sidebar_stays(it):
+async def test_names_and_ids_stay_and_a_cluster_without_keys_is_not_listed(it):
+    """Another program may have its address by now, and would get what the sidebar asks."""
+    creator = await create_elsewhere(it, name="open", security=False)
     async with listing() as sidebar:
         await left_over("old")
         names = sidebar._names
         await eventually(lambda: names)
         [cluster_id] = names
-        names[cluster_id] = "new"
+        assert cluster_id == str(uuid.uuid5(jupyter._IDS, store.read("old").id))
+        names[cluster_id] = "new"  # by the user
         await left_over("another")
         await eventually(lambda: len(names) == 2)
-        assert names[cluster_id] == "new"
-        await asyncio.gather(*[cluster.close() for cluster in sidebar._listed.values()])
-        await eventually(lambda: not names)
-
-
-@simulated
-async def test_id_is_the_same_for_another_server(it):
-    async with listing() as sidebar:
-        await left_over("c")
-        await eventually(lambda: sidebar._listed)
+        assert {*names.values()} == {"new", "another"}
         await sidebar.close()
-        other = Sidebar(Manager(), interval=0.05)
         assert sidebar._listed == {}
-        other.start()
-        try:
-            await eventually(lambda: other._listed)
-            [(cluster_id, cluster)] = other._listed.items()
-            assert cluster_id == str(uuid.uuid5(jupyter._IDS, store.read("c").id))
-            await cluster.close()
-        finally:
-            await other.close()
+    async with listing() as other:
+        await eventually(lambda: len(other._listed) == 2)
+        assert other._names[cluster_id] == "old"
+        await asyncio.gather(*[cluster.close() for cluster in other._listed.values()])
+        await eventually(lambda: not other._names)
+    [cluster] = creator.clusters
+    await creator.start(cluster.close())
 
 
 @simulated
@@ -162,54 +162,31 @@ async def test_closed_clusters_disappear_from_the_list(it):
 
 @simulated
 async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keeps(it):
-    creator = await create_elsewhere(it, name="c", security=True)
-    [cluster] = creator.clusters
-    async with listing() as sidebar:
-        await eventually(lambda: sidebar._listed)
-        [(cluster_id, listed)] = sidebar._listed.items()
-        await listed.scale(2)
-        await eventually(lambda: len(listed.scheduler_info["workers"]) == 2)
-        sidebar._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
+    async with listed(it) as (sidebar, cluster_id, shown, creator):
+        [cluster] = creator.clusters
+        await shown.scale(2)
+        await eventually(lambda: len(shown.scheduler_info["workers"]) == 2)
+        sidebar._adaptives[cluster_id] = shown.adapt(minimum=0, maximum=1)
         sidebar._adaptives["another"] = kept = object()
-        await eventually(lambda: not listed.scheduler_info["workers"])
+        await eventually(lambda: not shown.scheduler_info["workers"])
         assert limits(cluster) == (0, 1)
         assert cluster_id in sidebar._adaptives
+        # The cluster stays listed, and adapts, while its scheduler is replaced.
+        it.platform.evict(store.read("c").scheduler.session)
+        while shown.record.scheduler.number == 0 or shown.record.scheduler.address is None:
+            assert sidebar._listed == {cluster_id: shown}
+            assert cluster_id in sidebar._adaptives
+            await asyncio.sleep(0.01)
         creator.call(cluster.scale, 1)  # which stops the adaptive scaling
         await eventually(lambda: cluster_id not in sidebar._adaptives)
         assert sidebar._adaptives == {"another": kept}
         words = "invalid n=3: expected at most 2, because cml"
         with dask.config.set({"cml.limits.sessions": 3}), pytest.raises(ValueError, match=words):
-            await listed.scale(3)  # as dask-labextension does, which shows the error
-        await listed.close()
-        await eventually(lambda: cluster.status == Status.closed)
-
-
-@simulated
-async def test_a_cluster_stays_listed_while_shutdown_stops_its_sessions(it):
-    """The sidebar removes it itself after that, and fails if it is gone."""
-    async with listing() as sidebar:
-        await left_over("c")
-        await eventually(lambda: sidebar._listed)
-        [(cluster_id, listed)] = sidebar._listed.items()
-        stop = it.platform.stop_workers
-
-        def stop_late(*ids):
-            time.sleep(1.0)
-            return stop(*ids)
-
-        it.platform.stop_workers = stop_late
-        closing = asyncio.create_task(listed.close())
-        while not closing.done():
-            assert cluster_id in sidebar._listed
-            await asyncio.sleep(0.01)
-        await closing
-        await eventually(lambda: not sidebar._listed)
+            await shown.scale(3)  # as dask-labextension does, which shows the error
 
 
 @simulated
 async def test_the_last_change_in_the_sidebar_counts(it, monkeypatch):
-    creator = await create_elsewhere(it, name="c", security=True)
-    [cluster] = creator.clusters
     join, waits = CommandedCluster.from_name, [0.5, 0.0]
 
     @contextlib.asynccontextmanager
@@ -218,82 +195,50 @@ async def test_the_last_change_in_the_sidebar_counts(it, monkeypatch):
         async with join(*arguments, **named) as joined:
             yield joined
 
-    monkeypatch.setattr(CommandedCluster, "from_name", from_name)
-    async with listing() as sidebar:
-        await eventually(lambda: sidebar._listed)
-        [listed] = sidebar._listed.values()
-        listed.adapt(minimum=0, maximum=3)
-        await asyncio.sleep(0)
-        await listed.scale(1)
-        await asyncio.sleep(2.0)
-        assert limits(cluster) is None
-        await listed.close()
-        await eventually(lambda: cluster.status == Status.closed)
-
-
-@simulated
-async def test_a_read_that_began_before_a_change_does_not_end_adaptive_scaling(it):
-    creator = await create_elsewhere(it, name="c", security=True)
-    [cluster] = creator.clusters
-    async with listing() as sidebar:
-        await eventually(lambda: sidebar._listed)
-        [(cluster_id, listed)] = sidebar._listed.items()
+    async with listed(it) as (sidebar, cluster_id, shown, creator):
+        with monkeypatch.context() as patch:
+            patch.setattr(CommandedCluster, "from_name", from_name)
+            shown.adapt(minimum=0, maximum=3)
+            await asyncio.sleep(0)
+            await shown.scale(1)
+            await asyncio.sleep(2.0)
+        assert limits(creator.clusters[0]) is None
+        # A read that began before a change does not end adaptive scaling.
         await cancel(sidebar._polling)
-        sidebar._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
-        await listed._adapting
+        sidebar._adaptives[cluster_id] = shown.adapt(minimum=0, maximum=1)
+        await shown._adapting
         await sidebar.polled()  # with the records of the last read
         assert cluster_id in sidebar._adaptives
-        await listed.close()
-        await eventually(lambda: cluster.status == Status.closed)
+        sidebar.start()
 
 
 @simulated
-async def test_a_cluster_stays_listed_while_its_scheduler_is_replaced(it):
-    creator = await create_elsewhere(it, name="c", security=True)
-    [cluster] = creator.clusters
+async def test_a_cluster_that_nobody_keeps_is_scaled_and_stays_listed_while_shutdown_stops_its_sessions(it):
+    """The sidebar removes it itself after that, and fails if it is gone."""
     async with listing() as sidebar:
+        await left_over("c")
         await eventually(lambda: sidebar._listed)
-        [(cluster_id, listed)] = sidebar._listed.items()
-        sidebar._adaptives[cluster_id] = listed.adapt(minimum=0, maximum=1)
-        await listed._adapting
-        it.platform.evict(store.read("c").scheduler.session)
-        while listed.record.scheduler.number == 0 or listed.record.scheduler.address is None:
-            assert sidebar._listed == {cluster_id: listed}
-            assert cluster_id in sidebar._adaptives
+        [(cluster_id, shown)] = sidebar._listed.items()
+        await shown.scale(1)
+        await eventually(lambda: len(shown.scheduler_info["workers"]) == 1, 60.0)
+        stop = it.platform.stop_workers
+
+        def stop_late(*ids):
+            time.sleep(1.0)
+            return stop(*ids)
+
+        it.platform.stop_workers = stop_late
+        closing = asyncio.create_task(shown.close())
+        while not closing.done():
+            assert cluster_id in sidebar._listed
             await asyncio.sleep(0.01)
-        await listed.close()
-        await eventually(lambda: cluster.status == Status.closed)
-
-
-@simulated
-async def test_the_sidebar_scales_a_cluster_that_nobody_keeps(it):
-    async with listing() as sidebar:
-        await left_over("c")
-        await eventually(lambda: sidebar._listed)
-        [listed] = sidebar._listed.values()
-        await listed.scale(1)
-        try:
-            await eventually(lambda: len(listed.scheduler_info["workers"]) == 1, 60.0)
-        finally:
-            await listed.close()
-
-
-@simulated
-async def test_a_cluster_without_keys_is_not_listed(it):
-    """Another program may have its address by now, and would get what the sidebar asks."""
-    creator = await create_elsewhere(it, name="open", security=False)
-    async with listing() as sidebar:
-        await left_over("c")
-        await eventually(lambda: sidebar._listed)
-        assert [*sidebar._names.values()] == ["c"]
-        await asyncio.gather(*[cluster.close() for cluster in sidebar._listed.values()])
-    [cluster] = creator.clusters
-    await creator.start(cluster.close())
+        await closing
+        await eventually(lambda: not sidebar._listed)
 
 
 @pytest.mark.slow
 @simulated
-async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_been_silent_for_long(it):
+async def test_a_cluster_with_an_unseen_end_is_listed_until_it_is_shut_down(it):
     async with listing() as sidebar:
         await left_over("c")
         await eventually(lambda: sidebar._listed)
@@ -301,10 +246,11 @@ async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_be
         # As on CML, where only the launcher's session is told of a session.
         it.platform.list_workers = list
         it.platform.stop_workers(*record.sessions)
-        await asyncio.sleep(timing.silence / 2)
-        assert sidebar._listed
+        await asyncio.sleep(1.5 * timing.silence)
+        [shown] = sidebar._listed.values()
+        await shown.close()
         await eventually(lambda: not sidebar._listed)
-        assert [left.id for left in store.records()] == [record.id]
+        assert store.records() == []
 
 
 @pytest.mark.slow

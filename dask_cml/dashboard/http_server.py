@@ -7,7 +7,6 @@ origin can open WebSockets and post forms. Such requests have it as their Origin
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
 import socket
@@ -31,8 +30,6 @@ logger = get_logger(__name__)
 _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
 #: Bytes of a request's body and of its headers. Tornado breaks off a request with a body of twice as many.
 _MOST_BODY, _MOST_HEADERS = 2**16, 2**16
-#: Seconds without accepting connections if that fails: the process may have too many open files.
-_PAUSE = 0.5
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -80,14 +77,11 @@ class LocalServer(HTTPServer):
         self._most = 500 if descriptors == resource.RLIM_INFINITY else min(500, max(descriptors // 8, 8))
         #: The port at 127.0.0.1.
         self.port: int = listener.getsockname()[1]
-        self._listener = listener
-        self._listen()
+        self.add_socket(listener)
 
     async def close(self) -> None:
         """Stop listening, and close all connections, including WebSockets."""
-        if self._is_listening():
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
+        self.stop()
         for stream in self._streams:
             stream.close()
         await self.close_all_connections()
@@ -101,27 +95,6 @@ class LocalServer(HTTPServer):
         if not stream.closed():
             self._streams.append(stream)
             super().handle_stream(stream, address)
-
-    def _listen(self) -> None:
-        if self._is_listening():
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
-
-    def _is_listening(self) -> bool:
-        return bool(self._listener.fileno() >= 0)
-
-    def _accept(self) -> None:
-        # Tornado's own way logs a traceback, without a pause, for each connection that lacks a descriptor.
-        try:
-            connection, address = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            logger.warning("No connections accepted for %g s: %s", _PAUSE, error)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._listener)
-            loop.call_later(_PAUSE, self._listen)
-        else:
-            self.handle_stream(IOStream(connection), address)
 
 
 class LocalApplication(Application):

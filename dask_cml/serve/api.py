@@ -73,21 +73,12 @@ class Clusters(ApiHandler):
 
 
 class History(ApiHandler):
-    """``/api/history``."""
+    """``/api/history`` and ``/api/history/ID``."""
 
-    async def get(self) -> None:
-        """Describe the clusters that have ended."""
-        clusters = await self.clusters.ended()
-        self.answer({"clusters": [cluster.describe() for cluster in clusters]})
-
-
-class Ended(ApiHandler):
-    """``/api/history/ID``."""
-
-    async def get(self, id: str) -> None:
-        """Describe a cluster that has ended."""
-        [cluster] = await self.clusters.ended(id)
-        self.answer(cluster.describe())
+    async def get(self, id: str | None = None) -> None:
+        """Describe the clusters that have ended, or one of them."""
+        described = [cluster.describe() for cluster in await self.clusters.ended(id)]
+        self.answer({"clusters": described} if id is None else described[0])
 
 
 class Cluster(ApiHandler):
@@ -154,8 +145,7 @@ class Logs(ApiHandler):
 
 ROUTES = [
     (r"/api/clusters", Clusters),
-    (r"/api/history", History),
-    (r"/api/history/([^/]+)", Ended),
+    (r"/api/history(?:/([^/]+))?", History),
     (r"/api/clusters/([^/]+)", Cluster),
     (r"/api/clusters/([^/]+)/scale", Scale),
     (r"/api/clusters/([^/]+)/adapt", Adapt),

@@ -225,7 +225,8 @@ def _templates() -> jinja2.Environment:
     )
     environment.filters.update(
         amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
-        bytes=_bytes,
+        # In GiB, with three digits
+        bytes=lambda value: _UNKNOWN if value is None else f"{float(f'{value / _GIB:.3g}'):,g} GiB",
         cost=_cost,
         hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
         known=lambda value: _UNKNOWN if value is None else value,
@@ -237,14 +238,6 @@ def _templates() -> jinja2.Environment:
         duration=lambda value: _UNKNOWN if value is None else format_duration(max(value, 0)),
     )
     return environment
-
-
-def _bytes(value: float | None) -> str:
-    """Return an amount of memory in GiB, with three digits at most."""
-    if not value:
-        return _UNKNOWN if value is None else "0 GiB"
-    gib = value / _GIB
-    return f"{gib:,.0f} GiB" if gib >= 100 else f"{float(f'{gib:.3g}'):g} GiB"
 
 
 def _cost(used: SessionHours | Mapping[str, Any]) -> float | None:
