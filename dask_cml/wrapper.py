@@ -29,6 +29,8 @@ _OMITTED = b"\n[output omitted: a log keeps its beginning and its end]\n"
 _PART = 2**18
 #: Seconds between two looks for a scheduler's file, and at its content.
 _POLL_INTERVAL, _STATE_INTERVAL = 0.2, 15.0
+#: Looks in a row that must find a scheduler's cluster over before it is ended.
+_PROOFS = 2
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
 #: reads of the memory. Another share by which the memory grows until the log says so again.
 _FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
@@ -175,7 +177,8 @@ def run(
         Whether the program moves its data when the platform is about to stop the session.
     gives_signs : bool
         Whether to date the scheduler's file while the program runs, as a sign of life for other processes,
-        and to enter its end into the record, which proves it to those of other sessions.
+        to end the program with its cluster, and to enter its end into the record, which proves it to those of
+        other sessions.
     memory : int
         The session's memory in bytes. If it is nearly full, the log says so. 0: do not check.
     scratch : int
@@ -494,37 +497,37 @@ def _wait_for_scheduler(process: subprocess.Popen[bytes], deadline: float, clust
     The scheduler's session may be queued. If the cluster closes meanwhile, its folder disappears, and no
     scheduler starts. After the deadline, the program is connected to the scheduler, or has ended.
     """
-    is_known = False
-    while True:
+    while process.poll() is None:
         names = _list(cluster.folder)
-        if names is None:
-            is_over = is_known and _is_gone(cluster.folder)
-        elif cluster.scheduler_file in names:
-            break
-        else:
-            is_known, is_over = True, cluster.next_board in names
-        if is_over or time.monotonic() > deadline or process.poll() is not None:
-            _end(process)
+        is_met, is_late = cluster.scheduler_file in (names or ()), time.monotonic() > deadline
+        if is_met and is_late:
             return
-        time.sleep(_POLL_INTERVAL)
-    while time.monotonic() < deadline and process.poll() is None:
-        if _why_over(cluster) is not None:
+        # While the session waits, one look costs one list of the folder.
+        is_doubtful = names is None or is_met or cluster.next_board in names
+        if is_late or (is_doubtful and _why_over(cluster) is not None):
             _end(process)
-            return
-        time.sleep(_STATE_INTERVAL)
+        time.sleep(_STATE_INTERVAL if is_met else _POLL_INTERVAL)
 
 
 def _give_signs(process: subprocess.Popen[bytes], cluster: _Cluster) -> None:
-    """Date the scheduler's file while the scheduler runs, which may be busy for minutes."""
-    while process.poll() is None:
-        _give_sign(cluster)
+    """Date the file of a scheduler, which may be busy for minutes, while it runs. End it with its cluster.
+
+    It is over if two looks in a row say so: a file system may show a folder's loss for a moment.
+    """
+    n_over = 0
+    while process.poll() is None and n_over < _PROOFS:
         time.sleep(_STATE_INTERVAL)
+        n_over = 0 if _give_sign(cluster) else n_over + 1
+    _end(process)
 
 
-def _give_sign(cluster: _Cluster) -> None:
-    if _why_over(cluster) is None:
+def _give_sign(cluster: _Cluster) -> bool:
+    """Date the scheduler's file, unless its cluster is over. Return whether the cluster goes on."""
+    why = _why_over(cluster)
+    if why is None:
         with contextlib.suppress(OSError):
             os.utime(os.path.join(cluster.folder, str(cluster.scheduler_file)))
+    return why is None
 
 
 def _is_gone(folder: str) -> bool:

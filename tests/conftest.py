@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -264,7 +263,6 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
         monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")
 
-    monkeypatch.setitem(sys.modules, "pynvml", None)
     return nvidia_smi
 
 

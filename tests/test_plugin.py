@@ -16,18 +16,21 @@ import time
 import pytest
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status, rpc
-from distributed.security import Security
 from schedulers import RECORD, WATCH, begin_with, post, prepare, report, scheduler_in
 
 from dask_cml import protocol
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.protocol import Rank
 from dask_cml.scheduler import state_file
-from dask_cml.scheduler.dashboard_guard import ForeignSockets
-from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PRELOAD
 from dask_cml.timing import timing
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(state_file, "_REST", 0.01)
+    monkeypatch.setattr(timing, "scheduler_look", 0.05)
 
 
 @pytest.fixture
@@ -55,7 +58,6 @@ def file_of(folder, number=0):
 
 
 async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch, holds):
-    monkeypatch.setattr(state_file, "_REST", 0.01)
     calls = []
     for name in ("begin", "write"):
         action = getattr(StateFile, name)
@@ -102,19 +104,20 @@ async def test_a_preloaded_plugin_starts_once(folder, monkeypatch):
     tasks = asyncio.all_tasks()
     async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD]):
         assert len(begun) == 1
-        writers = [task for task in asyncio.all_tasks() - tasks if "_keep_file" in repr(task)]
+        writers = [task for task in asyncio.all_tasks() - tasks if "StateFile.run" in repr(task)]
         assert len(writers) == 1
     assert all(task.done() for task in writers)
 
 
-async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
+async def test_a_scheduler_without_its_file_or_of_another_release_does_not_start(tmp_path):
     """Rather than begin with nothing, which would stop all workers."""
-    running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
-    async with running:
-        with pytest.raises(FileNotFoundError):
-            await running.register_scheduler_plugin(
-                CMLSchedulerPlugin(tmp_path, 0, ForeignSockets()), idempotent=True
-            )
+    begin_with(tmp_path / "mine", 0, protocol=1)
+    for folder, error in (tmp_path, FileNotFoundError), (tmp_path / "mine", RuntimeError):
+        with pytest.raises(
+            error, match=r"board-0|its cluster speaks protocol 1 of dask-cml, and this session"
+        ):
+            async with scheduler_in(folder):
+                pass
 
 
 # -- the board
@@ -133,10 +136,7 @@ async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatc
         }
 
 
-async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(
-    scheduler, folder, comm, holds, monkeypatch
-):
-    monkeypatch.setattr(state_file, "_REST", 0.01)
+async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(scheduler, folder, comm, holds):
     about = file_of(folder)
     assert (about["address"], about["id"]) == (scheduler.address, scheduler.id)
     assert (about["protocol"], about["app_url"]) == (protocol.PROTOCOL, None)
@@ -193,18 +193,6 @@ async def test_a_cluster_lives_on_without_a_user_when_one_asks_for_that(tmp_path
         await holds(lambda: file_of(folder)["orphan_timeout"] is None)
 
 
-async def test_strangers_without_the_keys_of_the_cluster_reach_no_handler(folder):
-    security = Security.temporary()
-    async with scheduler_in(folder, security=security) as running:
-        assert running.address.startswith("tls://")
-        async with rpc(running.address, connection_args=security.get_connection_args("client")) as comm:
-            assert (await comm.cml_hello())["record"] == RECORD
-        others = Security.temporary().get_connection_args("client")
-        async with rpc(running.address, connection_args=others) as comm:
-            with pytest.raises(OSError, match=r"\w"):
-                await asyncio.wait_for(comm.cml_hello(), 60)
-
-
 # -- the keeper
 
 
@@ -238,56 +226,49 @@ async def test_another_process_keeps_the_cluster_when_the_keepers_connection_clo
         assert await keeper_after(first, "keeper") == "other"
 
 
-@pytest.mark.parametrize("rank", Rank)
-async def test_nobody_keeps_a_cluster_without_a_keeper_but_its_owner_and_its_resident(tmp_path, rank):
-    async with scheduler_in(prepare(tmp_path / "mine")) as running, rpc(running.address) as comm:
-        may_keep = rank in (Rank.OWNER, Rank.RESIDENT)
-        assert await keeper_after(comm, "one", rank) == ("one" if may_keep else None)
+async def test_nobody_keeps_a_cluster_without_a_keeper_but_its_owner_and_its_resident(tmp_path):
+    for rank in Rank:
+        async with scheduler_in(prepare(tmp_path / rank.name)) as running, rpc(running.address) as comm:
+            may_keep = rank in (Rank.OWNER, Rank.RESIDENT)
+            assert await keeper_after(comm, "one", rank) == ("one" if may_keep else None)
 
 
 @pytest.mark.parametrize(
-    ("rank", "can_launch", "takes_over"),
+    ("kept_by", "rank", "can_launch", "takes_over"),
     [
-        (Rank.OWNER, True, True),
-        (Rank.OWNER, False, True),
-        (Rank.USER, True, False),
-        (Rank.USER, False, True),
-        (Rank.COMMAND, False, False),
-        (Rank.OBSERVER, False, False),
+        (Rank.RESIDENT, Rank.OWNER, True, True),
+        (Rank.RESIDENT, Rank.OWNER, False, True),
+        (Rank.RESIDENT, Rank.USER, True, False),
+        (Rank.RESIDENT, Rank.USER, False, True),
+        (Rank.RESIDENT, Rank.COMMAND, False, False),
+        (Rank.RESIDENT, Rank.OBSERVER, False, False),
+        (Rank.USER, Rank.OWNER, False, True),
+        (Rank.USER, Rank.USER, False, False),
+        (Rank.USER, Rank.RESIDENT, False, False),
     ],
 )
-async def test_the_resident_leaves_the_cluster_to_a_process_that_stays(
-    tmp_path, monkeypatch, rank, can_launch, takes_over
+async def test_who_keeps_leaves_the_cluster_to_a_process_of_a_better_rank_that_stays(
+    tmp_path, monkeypatch, kept_by, rank, can_launch, takes_over
 ):
     """A notebook of another session gets it only if the scheduler's session cannot launch."""
     monkeypatch.setattr(timing, "stay", 1000.0)
     async with scheduler_in(prepare(tmp_path / "mine")) as running, rpc(running.address) as comm:
-        assert await keeper_after(comm, "resident", Rank.RESIDENT) == "resident"
+        keeper = "resident"
+        assert await keeper_after(comm, keeper, Rank.RESIDENT) == keeper
         barred = report(keeper="resident", term=2, report={"is_barred": not can_launch})
         await comm.cml_report(**barred)
-        assert await keeper_after(comm, "one", rank) == "resident"
+        if kept_by is Rank.USER:
+            keeper = "user"
+            monkeypatch.setattr(timing, "stay", 0.0)
+            await until_kept(comm, keeper, kept_by)
+            monkeypatch.setattr(timing, "stay", 1000.0)
+        assert await keeper_after(comm, "one", rank) == keeper
         monkeypatch.setattr(timing, "stay", 0.0)
         if takes_over:
-            await until_kept(comm, "one", rank)
+            await asyncio.wait_for(until_kept(comm, "one", rank), timing.lease / 2)
         else:
             await asyncio.sleep(3 * timing.scheduler_look)
-            assert await keeper_after(comm, "one", rank) == "resident"
-
-
-@pytest.mark.parametrize("rank", [Rank.OWNER, Rank.USER, Rank.RESIDENT])
-async def test_a_notebook_of_another_session_leaves_the_cluster_to_its_owner_alone(
-    tmp_path, monkeypatch, rank
-):
-    monkeypatch.setattr(timing, "stay", 0.0)
-    async with scheduler_in(prepare(tmp_path / "mine")) as running, rpc(running.address) as comm:
-        assert await keeper_after(comm, "resident", Rank.RESIDENT) == "resident"
-        await comm.cml_report(**report(keeper="resident", term=2, report={"is_barred": True}))
-        await until_kept(comm, "one", Rank.USER)
-        if rank is Rank.OWNER:
-            await asyncio.wait_for(until_kept(comm, "owner", rank), timing.lease / 2)
-        else:
-            await asyncio.sleep(3 * timing.scheduler_look)
-            assert await keeper_after(comm, "other", rank) == "one"
+            assert await keeper_after(comm, "one", rank) == keeper
 
 
 async def test_a_keeper_that_leaves_hands_the_cluster_over_at_once_and_its_late_report_changes_nothing(
@@ -314,49 +295,49 @@ async def test_a_keeper_that_leaves_hands_the_cluster_over_at_once_and_its_late_
 # -- Dask workers
 
 
+async def until(comm, board, condition):
+    """Wait for a board."""
+    while not condition(board):
+        board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
+    return board
+
+
 async def test_watchers_hear_that_dask_workers_connect_and_leave(scheduler, comm):
     board = await comm.cml_watch(**WATCH)
-    for moves in (board["moves"] + 1, board["moves"] + 3):  # one more connects, and two have left
-        async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False):
-            while board["moves"] != moves:
-                assert board["moves"] < moves
-                board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
-            held = await comm.cml_held(names=["mine-0", "mine-1"])
-            assert {name: {*about} for name, about in held.items()} == {"mine-0": {"last_seen", "nbytes"}}
-            assert await comm.cml_last(names=["mine-0"]) == {}
-        assert (await comm.cml_last(names=["mine-0", "mine-1"])).keys() == {"mine-0"}
+    async with Client(scheduler.address, asynchronous=True) as client:
+        for moves in (board["moves"] + 1, board["moves"] + 3):  # one more connects, and two have left
+            async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False):
+                board = await until(comm, board, lambda board, moves=moves: board["moves"] == moves)
+                await client.scatter(b"x" * 1000)
+                held = await comm.cml_held(names=["mine-0", "mine-1"])
+                assert {name: {*about} for name, about in held.items()} == {"mine-0": {"last_seen", "nbytes"}}
+                assert held["mine-0"]["nbytes"] >= 1000
+                assert await comm.cml_last(names=["mine-0"]) == {}
+            last = await comm.cml_last(names=["mine-0", "mine-1"])
+            assert [(name, about["noticed"]) for name, about in last.items()] == [("mine-0", False)]
+    assert await comm.cml_abandoned(names=["mine-0"]) == ("mine-0",)
 
 
-async def test_watchers_are_told_of_a_worker_that_stays_paused(scheduler, comm, monkeypatch):
-    monkeypatch.setattr(timing, "pause", 0.5)
+async def test_watchers_are_told_of_a_worker_that_stays_paused_and_when_it_is_full(
+    scheduler, comm, monkeypatch
+):
+    monkeypatch.setattr(timing, "pause", 0.2)
     async with Worker(scheduler.address, name="mine-0", memory_limit="64 GiB", dashboard=False) as worker:
         board = await comm.cml_watch(**WATCH)
         assert board["problem"] is None
-        worker.periodic_callbacks["memory_monitor"].stop()
-        worker.status = Status.paused
-        while board["problem"] is None:
-            board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
-        words = r"worker mine-0 is paused and starts no tasks: \d+\.\d\d of \d+\.\d\d GiB memory are used; "
-        assert re.match(words, board["problem"])
-        worker.status = Status.running
-        while board["problem"] is not None:
-            board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
-
-
-async def test_watchers_are_told_when_a_worker_becomes_full_after_it_has_paused(scheduler, comm, monkeypatch):
-    monkeypatch.setattr(timing, "pause", 0.0)
-    async with Worker(scheduler.address, name="mine-0", memory_limit=0, dashboard=False) as worker:
-        worker.periodic_callbacks["heartbeat"].stop()
+        for callback in "memory_monitor", "heartbeat":
+            worker.periodic_callbacks[callback].stop()
         state = scheduler.workers[worker.address]
         state.extra["cml"] = {"max_spill": 10 * 10**9}
-        state.metrics["spilled_bytes"] = {"memory": 0, "disk": 0}
         worker.status = Status.paused
-        board = await comm.cml_watch(**WATCH)
-        assert board["problem"] is None
+        board = await until(comm, board, lambda board: board["problem"])
+        words = r"worker mine-0 is paused and starts no tasks: \d+\.\d\d of \d+\.\d\d GiB memory are used; "
+        assert re.match(words, board["problem"])
         state.metrics["spilled_bytes"] = {"memory": 9 * 10**9, "disk": 9 * 10**9}
-        while board["problem"] is None:
-            board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
+        board = await until(comm, board, lambda board: not re.match(words, board["problem"]))
         assert board["problem"].startswith("worker mine-0 has spilled 9.0 of 10.0 GB and is paused")
+        worker.status = Status.running
+        await until(comm, board, lambda board: board["problem"] is None)
 
 
 async def test_a_worker_whose_session_gets_notice_is_named_until_it_has_left(scheduler, comm):
@@ -410,17 +391,6 @@ async def test_an_orphan_ends_itself(tmp_path, holds):
     )
 
 
-async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):
-    monkeypatch.setattr(state_file, "_REST", 0.01)
-    monkeypatch.setattr(state_file, "_GONE_FOR", 0.05)
-    monkeypatch.setattr(timing, "sign_of_life", 0.02)
-    async with scheduler_in(folder) as running:
-        folder.rename(folder.with_name(".removed"))
-        await asyncio.wait_for(running.finished(), 120)
-        assert "its folder was removed" in str(running.get_logs())
-    assert not folder.exists()
-
-
 async def shut_down(scheduler):
     async with rpc(scheduler.address) as comm:
         with contextlib.suppress(OSError):  # the answer is the end of the connection
@@ -429,10 +399,6 @@ async def shut_down(scheduler):
 
 async def idle(scheduler):
     scheduler.idle_timeout = 0.01
-
-
-async def replace(scheduler):
-    prepare(scheduler.plugins["dask-cml"]._file.folder, number=1)
 
 
 async def stop(scheduler):
@@ -444,7 +410,6 @@ async def stop(scheduler):
     [
         (shut_down, r"shut down by a client at \d+\.\d+\.\d+\.\d+"),
         (idle, "idle for 0.01 s"),
-        (replace, "None"),  # which goes on with the next scheduler
         (stop, "None"),  # by the platform, so another one may replace it
     ],
 )
@@ -455,14 +420,27 @@ async def test_the_file_says_why_the_cluster_ended(folder, end, reason):
     assert re.fullmatch(reason, str(file_of(folder)["closed"]))
 
 
-async def test_restarts_in_a_row_count_until_a_task_is_computed(folder):
-    prepare(folder, number=2, restarts=2)
+async def test_restarts_in_a_row_count_until_a_task_is_computed_and_sums_go_on(folder):
+    before = {"most_workers": 1, "tasks_done": 7, "tasks_failed": 2, "failures": ["a-1: no"]}
+    begin_with(folder, 2, restarts=2, activity=before)
     async with scheduler_in(folder, number=2) as scheduler:
-        assert file_of(folder, 2)["restarts"] == 2
-        async with Worker(scheduler.address), Client(scheduler.address, asynchronous=True) as client:
+        assert (file_of(folder, 2)["restarts"], file_of(folder, 2)["activity"]) == (2, before)
+        async with (
+            Worker(scheduler.address, name="mine-0"),
+            Worker(scheduler.address, name="mine-1"),
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
+            await client.wait_for_workers(2)
             await client.submit(sum, [1, 2])
-    assert file_of(folder, 2)["restarts"] == 0
-    assert file_of(folder, 2)["activity"]["tasks_done"] == 1
+            failed = client.submit(sum, 1, key="b-1")
+            with pytest.raises(TypeError):
+                await failed
+            scheduler.plugins["dask-cml"]._check_workers()
+    last = file_of(folder, 2)
+    [failure] = last["activity"].pop("failures")
+    assert failure.startswith("b-1: TypeError")
+    assert last["restarts"] == 0
+    assert last["activity"] == {"most_workers": 2, "tasks_done": 9, "tasks_failed": 3}
 
 
 # -- real processes
@@ -511,10 +489,16 @@ def cluster(folder, until, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, folder):
+def test_an_orphans_processes_end_when_who_watched_is_killed_not_stopped_and_its_client_leaves(
+    cluster, folder
+):
     scheduler, worker, address = cluster
     with process("-c", WATCHER, address, stdout=subprocess.PIPE) as watcher:
         assert watcher.stdout.readline() == b"there\n"
+        with Client(address, name="Client-worker") as client:  # which is no user
+            watcher.send_signal(signal.SIGSTOP)
+            client.run_on_scheduler(silence())
+            assert scheduler.poll() is None
         with Client(address) as client:
             client.wait_for_workers(1)
             watcher.kill()
@@ -524,19 +508,6 @@ def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, 
         assert scheduler.wait(120) == 0
         assert worker.wait(120) == 0
     assert "orphaned: no process and no client has used it for 1 s" in (folder / "scheduler.log").read_text()
-
-
-@pytest.mark.slow
-def test_a_process_that_is_stopped_keeps_the_cluster_until_it_is_killed(cluster):
-    scheduler, _, address = cluster
-    with process("-c", WATCHER, address, stdout=subprocess.PIPE) as watcher:
-        assert watcher.stdout.readline() == b"there\n"
-        with Client(address, name="Client-worker") as client:  # which is no user
-            watcher.send_signal(signal.SIGSTOP)
-            client.run_on_scheduler(silence())
-            assert scheduler.poll() is None
-        watcher.kill()
-        assert scheduler.wait(120) == 0
 
 
 def silence():
@@ -552,11 +523,3 @@ def silence():
             await asyncio.sleep(0.05)
 
     return wait
-
-
-async def test_a_scheduler_of_another_release_refuses_its_cluster(tmp_path):
-    folder = tmp_path / "mine"
-    begin_with(folder, 0, protocol=1)
-    with pytest.raises(RuntimeError, match="its cluster speaks protocol 1 of dask-cml, and this session"):
-        async with scheduler_in(folder):
-            pass

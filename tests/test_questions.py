@@ -9,7 +9,6 @@ from distributed import Client, Scheduler, Worker
 from distributed.core import rpc
 from schedulers import prepare, scheduler_in
 
-from dask_cml import protocol
 from dask_cml.sessions.plan import PRELOAD
 
 WITHOUT_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -52,37 +51,6 @@ async def test_a_client_that_waits_in_scatter_counts_as_a_task(scheduler, comm, 
         with pytest.raises(TimeoutError):
             await client.scatter([4], timeout=0.2)
         assert await waits() == []
-
-
-async def test_it_knows_what_workers_hold_and_what_is_known_last_of_them(scheduler, comm, holds):
-    async with Client(scheduler.address, asynchronous=True) as client:
-        async with worker(scheduler, "mine-0"):
-            await client.scatter(b"x" * 1000)
-            held = await comm.cml_held(names=["mine-0", "mine-1"])
-            assert held.keys() == {"mine-0"}
-            assert held["mine-0"]["nbytes"] >= 1000
-            assert await comm.cml_last(names=["mine-0"]) == {}
-        await holds(lambda: not scheduler.workers)
-        last = await comm.cml_last(names=["mine-0", "mine-1"])
-    assert last.keys() == {"mine-0"}
-    assert last["mine-0"]["noticed"] is False
-    assert await comm.cml_abandoned(names=["mine-0"]) == ("mine-0",)
-
-
-async def test_a_worker_whose_session_gets_notice_moves_its_data(scheduler, comm):
-    async with (
-        worker(scheduler, "mine-0") as first,
-        Client(scheduler.address, asynchronous=True) as client,
-    ):
-        futures = await client.scatter([1, 2, 3])
-        async with worker(scheduler, "mine-1"):
-            await comm.cml_notice(names=["mine-0", "gone"])
-            await asyncio.wait_for(first.finished(), 60)
-            assert await client.gather(futures) == [1, 2, 3]
-        last = await comm.cml_last(names=["mine-0"])
-        assert last["mine-0"]["noticed"] is True
-        events = [event["action"] for _, event in await client.get_events(protocol.TOPIC)]
-    assert events == ["connected", "connected", "evicted"]
 
 
 async def test_without_a_record_a_worker_whose_session_gets_notice_moves_its_data_too():

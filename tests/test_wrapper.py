@@ -6,8 +6,10 @@ import contextlib
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import psutil
@@ -18,13 +20,18 @@ from dask_cml.sessions import session_logs
 from dask_cml.sessions.plan import session_code
 from dask_cml.sessions.session_logs import SessionLogs
 
-#: A program that starts another one, which holds its output, and ends.
+#: A program that starts others, which hold its output, and ends.
 STARTER = """
 import subprocess, sys
-command = [sys.executable, "-u", "-c", {code!r}]
-child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr, {how})
-child.stdout.readline()
-sys.stdout.write(f"\\nstarted {{child.pid}}\\n")  # at once, perhaps within a line of the other program
+pids = []
+for code, is_alone in {codes!r}:
+    command = [sys.executable, "-u", "-c", code]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=sys.stderr, start_new_session=is_alone
+    )
+    child.stdout.readline()
+    pids.append(child.pid)
+sys.stdout.write(f"\\nstarted {{pids}}\\n")  # at once, perhaps within a line of another program
 sys.stdout.flush()
 sys.exit(3)
 """
@@ -39,37 +46,6 @@ time.sleep(600)
 CHATTY = "import sys\nprint('ready')\nwhile True: print('x' * 99, file=sys.stderr)"
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Run a program as a session's, and return the words of its log before its exit status."""
-    pids = []
-
-    def run(program):
-        session = {
-            "command": [sys.executable, "-c", program],
-            "log": str(tmp_path / "log"),
-            "program": "it",
-            "folder": str(tmp_path),
-        }
-        ran = subprocess.run(
-            [sys.executable, "-c", session_code("It", session)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-        )
-        assert "it failed with exit status 3" in ran.stderr
-        log = (tmp_path / "log").read_text()
-        words = log[: log.index("[it exited with status 3]")].split()
-        pids.append(int(words[words.index("started") + 1]))
-        return words, pids[-1]
-
-    yield run
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).kill()
-
-
 def runs(pid):
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -77,17 +53,29 @@ def runs(pid):
         return False
 
 
-@pytest.mark.parametrize("code", [SERVER, DEAF, POLITE, CHATTY], ids=["server", "deaf", "polite", "chatty"])
-def test_what_a_program_leaves_running_ends_with_it(run, until, code):
-    words, pid = run(STARTER.format(code=code, how=""))
-    until(lambda: not runs(pid))
-    assert ("saved" in words) == (code == POLITE)
-
-
-def test_a_process_that_left_the_programs_group_does_not_keep_the_session(run):
-    """The platform ends it with the session."""
-    _, pid = run(STARTER.format(code=SERVER, how="start_new_session=True"))
-    assert runs(pid)
+def test_what_a_program_leaves_running_ends_with_it_but_does_not_keep_the_session(tmp_path, until):
+    """The platform ends what has left the program's group, with the session."""
+    codes = [(code, False) for code in (SERVER, DEAF, POLITE, CHATTY)] + [(SERVER, True)]
+    session = {
+        "command": [sys.executable, "-c", STARTER.format(codes=codes)],
+        "log": str(tmp_path / "log"),
+        "program": "it",
+        "folder": str(tmp_path),
+    }
+    command = [sys.executable, "-c", session_code("It", session)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "it failed with exit status 3" in ran.stderr
+    log = (tmp_path / "log").read_text()
+    assert "saved" in log
+    [pids] = re.findall(r"started \[(.*)\]", log)
+    *left, alone = map(int, pids.split(","))
+    try:
+        until(lambda: not any(map(runs, left)))
+        assert runs(alone)
+    finally:
+        for pid in (*left, alone):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
 
 
 def test_a_program_may_close_its_output_before_its_end(tmp_path):
@@ -278,10 +266,42 @@ def test_a_schedulers_session_whose_cluster_is_gone_brings_nothing_back(tmp_path
     assert not (tmp_path / "gone").exists()
 
 
-def test_signs_of_life_go_on_until_the_program_ends(tmp_path, monkeypatch):
-    given, process = [], SimpleNamespace(poll=lambda: 0 if len(given) == 3 else None)
+def test_signs_of_life_go_on_until_the_program_ends_or_two_looks_say_that_its_cluster_has(monkeypatch):
+    ends, looks = [], [True, False, True, False, True, False, False]
     monkeypatch.setattr(wrapper, "_STATE_INTERVAL", 0.0)
-    monkeypatch.setattr(wrapper, "_give_sign", given.append)
-    cluster = wrapper._Cluster(str(tmp_path))
-    wrapper._give_signs(process, cluster)
-    assert given == 3 * [cluster]
+    monkeypatch.setattr(wrapper, "_end", ends.append)
+    monkeypatch.setattr(wrapper, "_give_sign", lambda _: looks.pop(0))
+    for left, process in (4, SimpleNamespace(poll=lambda: 0 if len(looks) == 4 else None)), (0, None):
+        process = process or SimpleNamespace(poll=lambda: None)
+        wrapper._give_signs(process, wrapper._Cluster("folder"))
+        assert (len(looks), ends[-1]) == (left, process)
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('on'); time.sleep(600)"
+
+
+@pytest.mark.parametrize("end", ["deleted", "replaced", "another's"])
+def test_a_scheduler_ends_with_its_cluster_even_one_that_is_frozen(tmp_path, monkeypatch, until, end):
+    for name in "_STATE_INTERVAL", "_END":
+        monkeypatch.setattr(wrapper, name, 0.05)
+    folder, log = tmp_path / "mine", tmp_path / "log"
+    (folder / "started").mkdir(parents=True)
+    (folder / "record.json").write_text('{"id": "0123"}')
+    arguments = {"scheduler_file": "scheduler-0.json", "next_board": "board-1.json", "record": "0123"}
+
+    def run():
+        with contextlib.suppress(RuntimeError):
+            command = [sys.executable, "-u", "-c", STUBBORN]
+            wrapper.run(command, str(log), "it", str(folder), "scheduler", gives_signs=True, **arguments)
+
+    running = threading.Thread(target=run)
+    running.start()
+    until(lambda: log.exists() and "on\n" in log.read_text())
+    if end == "deleted":
+        folder.rename(tmp_path / ".removed")
+    elif end == "replaced":
+        (folder / "board-1.json").touch()
+    else:
+        (folder / "record.json").write_text('{"id": "9999"}')
+    running.join(60)
+    assert "[it exited with status -9]" in log.read_text()

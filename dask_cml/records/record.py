@@ -198,7 +198,7 @@ class SchedulerState:
     maker : Maker or None
         The process that launches it. None after it has written its file.
     activity : mapping
-        What the cluster has done, see :class:`dask_cml.scheduler.activity.Activity`.
+        What the cluster has done, for its history.
     workers : Present
         How many Dask workers are connected.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed.core import Status
-from distributed.scheduler import WorkerState
+from distributed.scheduler import Scheduler, WorkerState
 
 from dask_cml.protocol import EXITED
 from dask_cml.sessions.causes import Cause, find_cause
@@ -25,8 +25,13 @@ _ENDED = "its process ended; it crashed, or the memory of its session was full"
 _EXITED = "its process exited with status 0"
 #: What helps against full memory.
 _ADVICE = "give workers more memory (memory=) or fewer threads (nthreads=), or work on smaller chunks"
-
 _GPU_ADVICE = "tasks run there nevertheless; start from an image with CUDA, or ask your CML administrator"
+#: How the stimuli of removals begin that somebody asks for. Releases such as 2024.5 say nothing else of it.
+_ASKED = ("client-restart", "retire-workers", "worker-close-gracefully")
+#: The reasons of a worker that somebody closes.
+_CLOSED = ("worker-close", "scheduler-close-worker")
+#: Maximum number of tasks to name, and of characters of a name.
+_MOST_TASKS, _LONGEST = 3, 100
 
 
 @dataclass(frozen=True)
@@ -69,22 +74,18 @@ class Health:
         self.without_gpus: str | None = None
         self.restarts: list[Restart] = []
         self._last: dict[str, dict[str, Any]] = {}
-        #: The memory with which a nanny has ended a worker, by the worker's address.
-        self._ended_with: dict[str, int] = {}
-        #: How a worker's process has ended that its nanny starts again, by its address: its ``status``, which
-        #: is None if it was lost, and whether somebody has ``asked`` for its end.
-        self._exits: dict[str, dict[str, Any]] = {}
+        #: What nannies have said of the ends of workers, by their addresses: the memory (``rss``) over which
+        #: one ends its worker, the exit ``status`` of the process, which is None if it was lost, and whether
+        #: somebody has ``asked`` for its end.
+        self._said: dict[str, dict[str, Any]] = {}
         self._paused_since: dict[str, float] = {}
         self._restarted_at = 0.0
 
     def note_event(self, topic: str, content: Any) -> None:
         """Note what a nanny says of its worker."""
-        if topic == _MEMORY_TOPIC:
-            self._ended_with[content["worker"]] = content["rss"]
-            _bound(self._ended_with)
-        if topic == EXITED:
-            self._exits[content["worker"]] = content
-            _bound(self._exits)
+        if topic in (_MEMORY_TOPIC, EXITED):
+            self._said.setdefault(content["worker"], {}).update(content)
+            _bound(self._said)
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
         """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
@@ -97,7 +98,7 @@ class Health:
         if last is None:
             return None
         # The worker's own last message may be older than its nanny's look at its memory.
-        memory = max(last["memory"], self._ended_with.get(last["address"], 0))
+        memory = max(last["memory"], self._said.get(last["address"], {}).get("rss", 0))
         return {**last, "memory": memory, "gone_for": time.monotonic() - last["left"]}
 
     def note_connected(self, name: str, now: float) -> None:
@@ -109,15 +110,15 @@ class Health:
         if last is None:
             return
         del self._last[name]
-        was_full = self._ended_with.pop(last["address"], None) is not None
-        exit = self._exits.pop(last["address"], {"status": 0, "asked": True})
+        said = {"status": 0, "asked": True, **self._said.pop(last["address"], {})}
+        was_full = "rss" in said
         # A worker that closes by itself runs no task then, but a task may end its process by sys.exit().
-        ended_unasked = not exit["asked"] and (exit["status"] != 0 or last["tasks"])
+        ended_unasked = not said["asked"] and (said["status"] != 0 or last["tasks"])
         if last["expected"] or last["noticed"] or not (was_full or ended_unasked):
             return
-        gone = _ENDED if was_full or exit["status"] != 0 else _EXITED
+        gone = _ENDED if was_full or said["status"] != 0 else _EXITED
         loss = find_cause(
-            last, [], connected=True, noticed=False, closed=False, said="", gone=gone, status=exit["status"]
+            last, [], connected=True, noticed=False, closed=False, said="", gone=gone, status=said["status"]
         )
         words = loss.words
         if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED) and gone == _ENDED:
@@ -148,6 +149,33 @@ class Health:
         if self.restarts and now - self._restarted_at < timing.restart:
             restart = str(self.restarts[-1])
         self.problem = _paused_words(paused) or restart
+
+
+def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
+    """Describe a Dask worker that has just left.
+
+    Returns
+    -------
+    dict
+        ``memory`` and ``limit`` of its process, ``spilled`` bytes and the most that it may spill, the
+        ``tasks`` that it ran, whether its end was ``expected`` because somebody asked for it, and the address
+        of its ``nanny``, if any.
+    """
+    events = [event for _, event in scheduler.get_events(worker.address)]
+    removals = [event for event in events if event.get("action") == "remove-worker"]
+    removal: dict[str, Any] = removals[-1] if removals else {}
+    closings = [event.get("reason") for event in events if event.get("action") == "closing-worker"]
+    was_asked = str(removal.get("stimulus_id")).startswith(_ASKED)
+    extra = worker.extra.get("cml") or {}
+    return {
+        "memory": worker.memory.process,
+        "limit": worker.memory_limit,
+        "spilled": worker.memory.spilled,
+        "max_spill": extra.get("max_spill"),
+        "tasks": [str(key)[:_LONGEST] for key in [*removal.get("processing-tasks", ())][:_MOST_TASKS]],
+        "expected": bool(removal.get("expected") or was_asked or {*closings} & {*_CLOSED}),
+        "nanny": worker.nanny,
+    }
 
 
 def _bound(noted: dict[str, Any]) -> None:

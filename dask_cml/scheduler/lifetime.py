@@ -75,19 +75,10 @@ class Lifetime:
         if timeout and since and time.time() - since > timeout:
             self.closed = self.closed or f"idle for {timeout:g} s"
 
-    async def end(self, reason: str, *, is_over: bool) -> None:
-        """Close the scheduler. Dask may not close it, for example while it connects to a frozen worker.
-
-        Parameters
-        ----------
-        reason : str
-            Why it closes.
-        is_over : bool
-            Whether the cluster ends with it. The clients of a replaced scheduler connect to the next one.
-        """
+    async def end(self, reason: str) -> None:
+        """End the cluster. Dask may not close its scheduler, as while it connects to a frozen worker."""
         logger.warning("Scheduler closed: %s", reason)
-        if is_over:
-            self.closed = reason
+        self.closed = reason
         timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])
         timer.daemon = True
         timer.start()

@@ -32,13 +32,12 @@ from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
 from dask_cml.protocol import Rank
 from dask_cml.scheduler import dashboard_guard
-from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, Request
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.questions import WorkerQuestions
 from dask_cml.scheduler.resident import Resident
-from dask_cml.scheduler.state_file import REPLACED, StateFile, unless_stale
+from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers
 from dask_cml.timing import timing
 from dask_cml.validation import validate
@@ -79,7 +78,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         #: Counts the changes of what watchers are told. The event is set at the next one.
         self._revision, self._changed = 1, asyncio.Event()
         #: The monotonic time since when no task has waited or run. Infinite: some do.
-        self._idle_since = math.inf
+        self._idle_since = time.monotonic()
         #: All that watchers know of the Dask workers.
         self._known: tuple[Any, ...] = (None, None, 0, False)
         #: Seconds for which tasks have waited without a worker, and no process of a user could launch one.
@@ -115,7 +114,9 @@ class CMLSchedulerPlugin(WorkerQuestions):
         timeouts = begin.get("orphan_timeout"), begin.get("patience")
         self._watchers = Watchers(scheduler, inside_name(self._record), *timeouts)
         self._restarts = int(begin.get("restarts", 0))
-        self._activity = validate(begin.get("activity", {}), Activity, "activity")
+        #: Sums over the cluster's life, for its history, and as the scheduler before this one has left them.
+        sums = {"most_workers": 0, "tasks_done": 0, "tasks_failed": 0, "failures": []}
+        self._activity = self._before = {**sums, **begin.get("activity", {})}
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
         scheduler.handlers |= {
             "scatter": self.scatter,
@@ -139,7 +140,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._periodic = [PeriodicCallback(check, timing.scheduler_look * 1000) for check in checks]
         for callback in self._periodic:
             callback.start()
-        self._writing = asyncio.create_task(self._keep_file())
+        self._writing = asyncio.create_task(self._file.run(self._state))
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself, and tell the clients if the cluster ends."""
@@ -156,9 +157,9 @@ class CMLSchedulerPlugin(WorkerQuestions):
         """Stop all tasks when the scheduler closes, and write its last state."""
         for callback in self._periodic:
             callback.stop()
-        await cancel(self._writing, *self._retiring)
+        await cancel(self._writing)
         self._note_activity()
-        with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
+        with contextlib.suppress(OSError):  # the folder may be gone
             await unless_stale(functools.partial(self._file.write, self._state()))
         await self._resident.close()  # it reads in the file whether the cluster has ended
 
@@ -180,7 +181,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             "manager": self._manager if self._board.keeper else None,
             "closed": self._lifetime.closed,
             "posted": dict(self._board.posted),
-            "activity": asdict(self._activity),
+            "activity": self._activity,
             "workers": self._present(),
         }
 
@@ -207,10 +208,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
     def _session_of(self, worker: WorkerState) -> tuple[str, str] | None:
         """Return the group and the name of the session in which a Dask worker runs."""
         return session_of(self._cluster, str(worker.name), worker.extra.get("cml"))
-
-    async def _keep_file(self) -> None:
-        why = await self._file.run(self._state)
-        self._shut_down(why, is_over=why != REPLACED)
 
     async def terminate(self, comm: Comm, reason: str = "", **arguments: Any) -> None:
         """Close the scheduler for good, as ``Client.shutdown`` asks for, and processes with a reason."""
@@ -428,27 +425,28 @@ class CMLSchedulerPlugin(WorkerQuestions):
         reason = self._lifetime.check()
         if self._watchers.is_orphan:
             reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
-        elif self._waits_in_vain(seconds):
+        elif self._scheduler.idle_timeout and self._waits_in_vain(seconds) >= self._scheduler.idle_timeout:
             reason = (
                 f"its tasks have waited for {self._scheduler.idle_timeout:g} s without a worker, and no "
                 "process of a user has managed it"
             )
         if reason is not None:
-            self._shut_down(reason)
+            for callback in self._periodic:
+                callback.stop()
+            self._closing = asyncio.create_task(self._lifetime.end(reason))
 
     @property
     def _lives_on(self) -> bool:
         """Whether the cluster runs on without a process of a user."""
         return self._watchers.timeout is None and self._lifetime.closed is None
 
-    def _waits_in_vain(self, seconds: float) -> bool:
-        """Return whether tasks have waited for the idle time-out, and no worker is here or about to come."""
-        is_idle, timeout = math.isfinite(self._idle_since), self._scheduler.idle_timeout
+    def _waits_in_vain(self, seconds: float) -> float:
+        """Return for how long tasks have waited, and no worker is here or about to come, in seconds."""
         sessions = () if self._board.keeper is None else self._board.report.get("sessions", ())
         launched = any(session.get("role") == "worker" for session in sessions)
         has_help = launched or self._watchers.has_user or self._scheduler.workers
-        self._in_vain = 0.0 if is_idle or has_help else self._in_vain + seconds
-        return bool(timeout and self._in_vain >= timeout)
+        self._in_vain = 0.0 if math.isfinite(self._idle_since) or has_help else self._in_vain + seconds
+        return self._in_vain
 
     def _check_workers(self) -> None:
         """Note what is done. Tell watchers what is wrong with Dask workers, and whether any have moved."""
@@ -472,19 +470,17 @@ class CMLSchedulerPlugin(WorkerQuestions):
     def _note_activity(self) -> None:
         sessions = map(self._session_of, self._scheduler.workers.values())
         names = {name for _, name in filter(None, sessions)}
+        before, erred = self._before, self._scheduler.erred_tasks
         prefixes = self._scheduler.task_prefixes.values()
         n_failed = sum(prefix.state_counts["erred"] for prefix in prefixes)
-        self._activity.note(len(names), self._tasks_done(), n_failed)
-        failed = [*self._scheduler.erred_tasks][:_MOST_FAILURES]
-        if failed:
-            # Dask notes no text if the workers died.
-            lines = [f"{task.key}: {task.exception_text or _WORKERS_DIED}" for task in reversed(failed)]
-            self._activity.failures = [line[:_LONGEST_FAILURE] for line in lines]
-
-    def _shut_down(self, reason: str, *, is_over: bool = True) -> None:
-        for callback in self._periodic:
-            callback.stop()
-        self._closing = asyncio.create_task(self._lifetime.end(reason, is_over=is_over))
+        # Dask notes no text if the workers died.
+        lines = [f"{task.key}: {task.exception_text or _WORKERS_DIED}" for task in [*erred][:_MOST_FAILURES]]
+        self._activity = {
+            "most_workers": max(self._activity["most_workers"], len(names)),
+            "tasks_done": before["tasks_done"] + self._tasks_done(),
+            "tasks_failed": before["tasks_failed"] + n_failed,
+            "failures": [line[:_LONGEST_FAILURE] for line in reversed(lines)] or self._activity["failures"],
+        }
 
 
 async def dask_setup(scheduler: Scheduler) -> None:
@@ -500,13 +496,11 @@ async def dask_setup(scheduler: Scheduler) -> None:
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), foreign_sockets)
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
-    except FileNotFoundError:
-        logger.warning("Scheduler not started: its cluster was deleted")
-        scheduler.loop.add_callback(_close, scheduler, "its cluster was deleted")
-    except Exception as error:
-        # Nothing else ends a scheduler that nobody watches.
-        scheduler.loop.add_callback(_close, scheduler, f"its preload module failed: {error}")
-        raise
+    except Exception as error:  # nothing else ends a scheduler that nobody watches
+        is_deleted = isinstance(error, FileNotFoundError)
+        why = "its cluster was deleted" if is_deleted else f"its preload module failed: {error}"
+        logger.warning("Scheduler not started: %s", why, exc_info=not is_deleted)
+        scheduler.loop.add_callback(_close, scheduler, why)
 
 
 async def _close(scheduler: Scheduler, reason: str) -> None:

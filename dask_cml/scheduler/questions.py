@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Collection
 from typing import Any
@@ -16,12 +15,8 @@ from dask_cml import protocol
 from dask_cml.cancellation import within
 from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler.demand import known_demand
-from dask_cml.scheduler.health import Health
-from dask_cml.scheduler.last_state import last_state
+from dask_cml.scheduler.health import Health, last_state
 from dask_cml.timing import timing
-
-# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
-logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 
 class WorkerQuestions(SchedulerPlugin):
@@ -48,7 +43,6 @@ class WorkerQuestions(SchedulerPlugin):
         #: The number of calls of `Client.scatter` under way, to any worker.
         self._scatters = 0
         self._states: dict[str, WorkerState] = {}
-        self._retiring: set[asyncio.Future[Any]] = set()
 
     async def scatter(self, **arguments: Any) -> Any:
         """Send data of a client to workers, and count the call: Scheduler.scatter may wait for a worker."""
@@ -119,14 +113,7 @@ class WorkerQuestions(SchedulerPlugin):
         self.leaving += [name for name in connected if name not in self.leaving]
         for name in connected:
             self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})
-        retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=connected, close_workers=True))
-        self._retiring.add(retiring)
-        retiring.add_done_callback(self._retired)
-
-    def _retired(self, retiring: asyncio.Future[Any]) -> None:
-        self._retiring.discard(retiring)
-        if not retiring.cancelled() and (error := retiring.exception()) is not None:
-            logger.warning("Workers not retired: %r", error)
+        self._scheduler.loop.add_callback(self._scheduler.retire_workers, names=connected, close_workers=True)
 
     # -- for Dask
 

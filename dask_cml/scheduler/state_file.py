@@ -2,7 +2,8 @@
 
 Workers and other processes find the scheduler by it. Another scheduler begins with it if this one is lost.
 Its time is the scheduler's sign of life for processes that cannot reach the scheduler. The program of its
-session dates it, too: a large graph keeps the event loop busy for minutes.
+session dates it, too: a large graph keeps the event loop busy for minutes. This program also ends a scheduler
+whose cluster is deleted or has another scheduler, see :mod:`dask_cml.wrapper`.
 """
 
 from __future__ import annotations
@@ -19,18 +20,15 @@ from typing import Any, TypeVar
 
 from dask_cml.cancellation import to_the_end, wait_until_set
 from dask_cml.layout import board_file, scheduler_file
-from dask_cml.private_files import is_gone, read_file, write_file
+from dask_cml.private_files import read_file, write_file
 from dask_cml.timing import timing
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
-#: Seconds between two changes of the file, and for which the folder must be gone before the cluster is
-#: deleted.
-_REST, _GONE_FOR = 1.0, 30.0
+#: Seconds between two changes of the file.
+_REST = 1.0
 #: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
 _STALE_FOR = 30.0
-#: Why a scheduler closes while its cluster goes on.
-REPLACED = "another scheduler replaces it"
 
 T = TypeVar("T")
 
@@ -51,7 +49,6 @@ class StateFile:
         self.number = number
         self._board, self._file = folder / board_file(number), folder / scheduler_file(number)
         self._changed = asyncio.Event()
-        self._gone_since: float | None = None
         #: The file with which the scheduler began. Another cluster of this name has another file.
         self._begun: bytes | None = None
 
@@ -71,53 +68,41 @@ class StateFile:
         """Write the file soon."""
         self._changed.set()
 
-    async def run(self, content: Callable[[], Mapping[str, Any]]) -> str:
-        """Write the file when something changes, and regularly. Return why the scheduler must close.
+    async def run(self, content: Callable[[], Mapping[str, Any]]) -> None:
+        """Write the file when something changes, and regularly.
 
         Parameters
         ----------
         content : callable
             Returns the content, for JSON.
         """
-        why = None
-        while why is None:
+        while True:
             await asyncio.sleep(_REST)
             await wait_until_set(self._changed, timing.sign_of_life)
-            why = await self.save(content())
-        return why
+            await self.save(content())
 
-    async def save(self, content: Mapping[str, Any]) -> str | None:
-        """Write the file. Return why the scheduler must close, or None. Log errors: :meth:`run` tries again.
-
-        It must close if the cluster's folder is removed, another scheduler replaces this one, or another
-        cluster has its name.
-        """
+    async def save(self, content: Mapping[str, Any]) -> None:
+        """Write the file. Log errors: :meth:`run` tries again."""
         self._changed.clear()
         try:
             # A cancellation waits: the scheduler's last state must not be written before this state.
-            why = await to_the_end(self.write, content)
-            self._gone_since = None
-            return why
-        except (FileNotFoundError, NotADirectoryError):
-            self._changed.set()
-            if not await asyncio.to_thread(is_gone, self._board):
-                self._gone_since = None
-            elif self._gone_since is None:
-                self._gone_since = time.monotonic()
-            elif time.monotonic() - self._gone_since > _GONE_FOR:
-                return "its folder was removed"
-        except (OSError, RuntimeError) as error:  # RuntimeError: not private
+            await to_the_end(self.write, content)
+        except OSError as error:
             self._changed.set()
             logger.warning("State of the cluster not written: %s", error)
-        return None
 
-    def write(self, content: Mapping[str, Any]) -> str | None:
-        """Replace the file atomically. Return why the scheduler must close, or None. Blocks."""
-        names = os.listdir(self.folder)
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace the file atomically. Blocks.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written, or the folder is another cluster's.
+        """
+        os.listdir(self.folder)  # NFS may cache the file of a cluster that was deleted
         if self._begun is not None and read_file(self._board) != self._begun:
-            return "another cluster has its name"
+            raise FileExistsError("another cluster has its name")
         write_file(self._file, json.dumps(content).encode())
-        return REPLACED if board_file(self.number + 1) in names else None
 
 
 async def unless_stale(action: Callable[[], T]) -> T:

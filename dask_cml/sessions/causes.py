@@ -81,7 +81,7 @@ def find_cause(
     Parameters
     ----------
     last : mapping or None
-        What the scheduler knew last of its Dask worker, see :mod:`dask_cml.scheduler.last_state`.
+        What the scheduler knew last of its Dask worker, see :mod:`dask_cml.scheduler.health`.
     log : list of str
         The last lines of its log.
     connected : bool

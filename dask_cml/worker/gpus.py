@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -47,18 +46,10 @@ async def assign(name: str, env: MutableMapping[str, str]) -> None:
 
 
 def count() -> int:
-    """Return the number of GPUs of this session, by NVML, by ``nvidia-smi``, or by its devices.
+    """Return the number of GPUs of this session, by ``nvidia-smi`` of its driver, or by its devices.
 
     ``NVIDIA_VISIBLE_DEVICES`` does not tell: in a session with GPUs it may be ``void``, or missing.
     """
-    with contextlib.suppress(Exception):  # of NVML, of its own classes; importing it may raise any
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return int(pynvml.nvmlDeviceGetCount())
-        finally:
-            pynvml.nvmlShutdown()
     try:
         command = ["nvidia-smi", "-L"]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT, check=True)

@@ -245,17 +245,19 @@ class RunningSessions:
         await scheduler.finished()
 
     async def _give_signs(self, session: SimulatedSession, cluster: wrapper._Cluster) -> None:
-        """Date the scheduler's file as the wrapper does, which a busy event loop does not keep from it."""
-        process = self.processes[session.id]
+        """Date the scheduler's file, or end it, as the wrapper does, whose loop is not the scheduler's."""
+        process, n_over = self.processes[session.id], 0
 
-        def give_sign() -> None:
+        def give_sign() -> bool:
             process.check()
-            wrapper._give_sign(cluster)
+            return wrapper._give_sign(cluster)
 
         with contextlib.suppress(Killed):
-            while session.live:
-                await asyncio.to_thread(process.call, give_sign)
+            while session.live and n_over < wrapper._PROOFS:
                 await asyncio.sleep(wrapper._STATE_INTERVAL)
+                n_over = 0 if await asyncio.to_thread(process.call, give_sign) else n_over + 1
+            for server in self.program(session.id):
+                process.start(_close(server))
 
     async def _work(
         self, session: SimulatedSession, arguments: Mapping[str, Any], options: dict[str, str]
