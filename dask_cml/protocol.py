@@ -29,6 +29,8 @@ ABANDONED = "cml_abandoned"
 NOTICE = "cml_notice"
 #: Asks for the dashboard. After the answer ``{"status": "OK"}``, the connection carries HTTP.
 FORWARD = "cml_forward"
+#: All of them. The methods of the plugin have these names without their first part.
+HANDLERS = (HELLO, WATCH, POST, LIVE_ON, REPORT, DEMAND, HELD, LAST, ABANDONED, NOTICE, FORWARD)
 
 #: The topic of the event that a Dask worker's process has ended, and that its nanny starts it again.
 EXITED = "cml-exited"

@@ -29,8 +29,9 @@ _OMITTED = b"\n[output omitted: a log keeps its beginning and its end]\n"
 _PART = 2**18
 #: Seconds between two looks for a scheduler's file, and at its content.
 _POLL_INTERVAL, _STATE_INTERVAL = 0.2, 15.0
-#: Looks in a row that must find a scheduler's cluster over before it is ended.
-_PROOFS = 2
+#: Seconds between two signs of life of a scheduler, and how often in a row its cluster must be over then.
+_SIGN_INTERVAL, _PROOFS = 5.0, 3
+_REPLACED = "another scheduler replaces its scheduler"
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
 #: reads of the memory. Another share by which the memory grows until the log says so again.
 _FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
@@ -39,6 +40,7 @@ _GRACE, _END = 20.0, 5.0
 #: Seconds for which the output of a program that has ended may still arrive, and for what it has left running
 #: to end after SIGTERM.
 _DRAIN, _END_GROUP = 1.0, 2.0
+#: The exit status that shells give then.
 _CANNOT_START = 127
 #: What is expanded in arguments and environment variables of users.
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
@@ -201,11 +203,6 @@ def run(
         return
     output = Log(log)
     env, temporary = _environment(expanded_variables)
-    for plain, braced in _VARIABLE.findall("\n".join(words)):
-        if (plain or braced) not in env:
-            why = f"${plain or braced} in its arguments is not set"
-            output.write(_not_started(program, why))
-            raise RuntimeError(f"{program} not started: {why}")
     command = [*command, *(_expand(word, env) for word in words)]
     if timeout and scheduler_file in (_list(folder) or []):
         # The session was queued while the scheduler started. The last one of several equal options counts.
@@ -217,6 +214,9 @@ def run(
         command += ["--dashboard-address", f"127.0.0.1:{port}"]
         env[dashboard_variable] = port
     try:
+        for plain, braced in _VARIABLE.findall("\n".join(words)):
+            if (plain or braced) not in env:
+                raise RuntimeError(f"${plain or braced} in its arguments is not set")
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -224,9 +224,10 @@ def run(
             env=env,
             start_new_session=True,  # the leader of a process group
         )
-    except OSError as error:
-        output.write(_not_started(program, repr(error)))
-        raise
+    except (OSError, RuntimeError) as error:
+        why = f"{program} not started: {error}"
+        output.write(f"{why}\n[{program} exited with status {_CANNOT_START}]\n".encode())
+        raise RuntimeError(why) from error
     if timeout:
         arguments = (process, time.monotonic() + timeout, cluster)
         threading.Thread(target=_wait_for_scheduler, args=arguments, daemon=True).start()
@@ -252,11 +253,6 @@ def run(
         lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
         print(*map(found["printable"], lines), sep="\n", flush=True)
         raise RuntimeError(f"{program} failed with exit status {process.returncode}; its log is {log}")
-
-
-def _not_started(program: str, why: str) -> bytes:
-    """Return the output of a program that could not be started, with the exit status that shells give."""
-    return f"{program} not started: {why}\n[{program} exited with status {_CANNOT_START}]\n".encode()
 
 
 def _environment(expanded_variables: str | None) -> tuple[dict[str, str], str]:
@@ -336,14 +332,12 @@ def _enter_end(cluster: _Cluster) -> None:
     end = os.path.join(cluster.folder, "sessions", f"{session},ended,{int(time.time())},")
     while session and time.monotonic() < deadline:
         try:
-            _create(end)
+            return _create(end)
         except (FileExistsError, FileNotFoundError):  # the keeper was faster, or the cluster was deleted
             return
         except OSError as error:
             print(f"End not entered into the record: {error!r}", flush=True)
             time.sleep(1.0)
-        else:
-            return
 
 
 def _why_over(cluster: _Cluster) -> str | None:
@@ -358,7 +352,7 @@ def _why_over(cluster: _Cluster) -> str | None:
     if cluster.record is not None and found not in (None, cluster.record):
         return "another cluster has the name of its cluster"
     if cluster.next_board in names:
-        return "another scheduler replaces its scheduler"
+        return _REPLACED
     if cluster.scheduler_file in names:
         closed = _read_json(os.path.join(cluster.folder, cluster.scheduler_file)).get("closed")
         if closed is not None:
@@ -512,22 +506,24 @@ def _wait_for_scheduler(process: subprocess.Popen[bytes], deadline: float, clust
 def _give_signs(process: subprocess.Popen[bytes], cluster: _Cluster) -> None:
     """Date the file of a scheduler, which may be busy for minutes, while it runs. End it with its cluster.
 
-    It is over if two looks in a row say so: a file system may show a folder's loss for a moment.
+    Dask may not close it, for example while it connects to a frozen worker.
     """
     n_over = 0
     while process.poll() is None and n_over < _PROOFS:
-        time.sleep(_STATE_INTERVAL)
-        n_over = 0 if _give_sign(cluster) else n_over + 1
+        time.sleep(_SIGN_INTERVAL)
+        n_over = _give_sign(cluster, n_over)
     _end(process)
 
 
-def _give_sign(cluster: _Cluster) -> bool:
-    """Date the scheduler's file, unless its cluster is over. Return whether the cluster goes on."""
+def _give_sign(cluster: _Cluster, n_over: int = 0) -> int:
+    """Date the scheduler's file, unless its cluster is over. Return how often in a row it was found over."""
     why = _why_over(cluster)
     if why is None:
         with contextlib.suppress(OSError):
             os.utime(os.path.join(cluster.folder, str(cluster.scheduler_file)))
-    return why is None
+        return 0
+    # A folder may seem not to exist for a moment, and a scheduler that closes needs some time.
+    return _PROOFS if why == _REPLACED else n_over + 1
 
 
 def _is_gone(folder: str) -> bool:

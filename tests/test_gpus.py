@@ -15,7 +15,7 @@ from distributed import Client
 from dask_cml import CMLCluster
 from dask_cml.options import Options
 from dask_cml.sessions.plan import Place, plan_worker
-from dask_cml.worker import gpus
+from dask_cml.worker import process
 
 #: Starts as many Dask workers as there are GPUs, with dask-cuda's arguments and names. Their nannies preload
 #: what Dask's configuration says.
@@ -44,16 +44,16 @@ def plan(**options):
 
 def test_gpus_are_counted_by_nvidia_smi_or_by_their_devices_without_it(nvidia_smi, monkeypatch, tmp_path):
     nvidia_smi(3)
-    assert gpus.count() == 3
+    assert process.count_gpus() == 3
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
     devices = tmp_path / "dev"
     devices.mkdir()
-    monkeypatch.setattr(gpus, "_DEVICES", devices)
-    assert gpus.count() == 0
+    monkeypatch.setattr(process, "_DEVICES", devices)
+    assert process.count_gpus() == 0
     for device in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (devices / device).touch()
-    assert gpus.count() == 2
+    assert process.count_gpus() == 2
 
 
 # -- which workers run

@@ -266,15 +266,23 @@ def test_a_schedulers_session_whose_cluster_is_gone_brings_nothing_back(tmp_path
     assert not (tmp_path / "gone").exists()
 
 
-def test_signs_of_life_go_on_until_the_program_ends_or_two_looks_say_that_its_cluster_has(monkeypatch):
-    ends, looks = [], [True, False, True, False, True, False, False]
-    monkeypatch.setattr(wrapper, "_STATE_INTERVAL", 0.0)
+def test_signs_of_life_go_on_until_the_program_ends_or_several_in_a_row_find_no_folder(tmp_path, monkeypatch):
+    def look(cluster):
+        looks.append(1)
+        return next(whys)
+
+    looks, ends, gone = [], [], "its cluster was deleted"
+    monkeypatch.setattr(wrapper, "_SIGN_INTERVAL", 0.0)
     monkeypatch.setattr(wrapper, "_end", ends.append)
-    monkeypatch.setattr(wrapper, "_give_sign", lambda _: looks.pop(0))
-    for left, process in (4, SimpleNamespace(poll=lambda: 0 if len(looks) == 4 else None)), (0, None):
-        process = process or SimpleNamespace(poll=lambda: None)
-        wrapper._give_signs(process, wrapper._Cluster("folder"))
-        assert (len(looks), ends[-1]) == (left, process)
+    monkeypatch.setattr(wrapper, "_why_over", look)
+    whys = iter([None, gone, gone, None, gone, gone, gone])
+    process = SimpleNamespace(poll=lambda: None)
+    wrapper._give_signs(process, wrapper._Cluster(str(tmp_path), scheduler_file="scheduler-0.json"))
+    assert (len(looks), ends) == (7, [process])
+    whys = iter([None, None])
+    process = SimpleNamespace(poll=lambda: 0 if len(looks) == 9 else None)
+    wrapper._give_signs(process, wrapper._Cluster(str(tmp_path), scheduler_file="scheduler-0.json"))
+    assert len(looks) == 9
 
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('on'); time.sleep(600)"
@@ -282,7 +290,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); p
 
 @pytest.mark.parametrize("end", ["deleted", "replaced", "another's"])
 def test_a_scheduler_ends_with_its_cluster_even_one_that_is_frozen(tmp_path, monkeypatch, until, end):
-    for name in "_STATE_INTERVAL", "_END":
+    for name in "_SIGN_INTERVAL", "_END":
         monkeypatch.setattr(wrapper, name, 0.05)
     folder, log = tmp_path / "mine", tmp_path / "log"
     (folder / "started").mkdir(parents=True)

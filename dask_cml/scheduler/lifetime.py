@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
 import time
 from datetime import datetime
 
@@ -17,8 +15,6 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 #: Seconds before a cluster reaches its limit, when its scheduler warns its users.
 NOTICE = 600
-#: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
-_EXIT_WITHIN = 30.0
 
 
 class Lifetime:
@@ -76,11 +72,7 @@ class Lifetime:
             self.closed = self.closed or f"idle for {timeout:g} s"
 
     async def end(self, reason: str) -> None:
-        """End the cluster. Dask may not close its scheduler, as while it connects to a frozen worker."""
+        """End the cluster. If Dask does not close its scheduler, the program of the session kills it."""
         logger.warning("Scheduler closed: %s", reason)
         self.closed = reason
-        timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])
-        timer.daemon = True
-        timer.start()
         await self._scheduler.close(reason=reason)
-        timer.cancel()

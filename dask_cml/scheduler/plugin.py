@@ -21,21 +21,24 @@ from typing import Any
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
 from distributed.core import Status
-from distributed.scheduler import Scheduler, WorkerState
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.scheduler import Scheduler, WorkerState, WorkerStatusPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import compat, protocol
-from dask_cml.cancellation import cancel, wait_until_set
+from dask_cml.cancellation import cancel, wait_until_set, within
 from dask_cml.handshake import LimitedConnector
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
 from dask_cml.protocol import Rank
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, Request
+from dask_cml.scheduler.demand import known_demand
+from dask_cml.scheduler.health import Health, last_state
 from dask_cml.scheduler.lifetime import Lifetime
-from dask_cml.scheduler.questions import WorkerQuestions
 from dask_cml.scheduler.resident import Resident
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.watchers import Watchers
@@ -51,8 +54,8 @@ _MOST_FAILURES, _LONGEST_FAILURE = 5, 200
 _WORKERS_DIED = "the workers that ran it died"
 
 
-class CMLSchedulerPlugin(WorkerQuestions):
-    """Holds the board of one cluster, and moves tasks away from workers that cannot run them.
+class CMLSchedulerPlugin(SchedulerPlugin):
+    """Holds the board of one cluster, knows its Dask workers, and moves tasks away from those that are full.
 
     Parameters
     ----------
@@ -68,7 +71,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
     idempotent = True
 
     def __init__(self, folder: Path, number: int, foreign_sockets: dashboard_guard.ForeignSockets) -> None:
-        super().__init__()
         self._foreign_sockets = foreign_sockets
         self._file = StateFile(folder, number)
         self._has_started = False
@@ -81,6 +83,12 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._idle_since = time.monotonic()
         #: All that watchers know of the Dask workers.
         self._known: tuple[Any, ...] = (None, None, 0, False)
+        #: What is wrong with the Dask workers, whose session the platform is about to stop, and how many have
+        #: connected or left.
+        self.health, self.leaving, self.moves = Health(), list[str](), 0
+        #: The number of calls of `Client.scatter` under way, to any worker.
+        self._scatters = 0
+        self._states: dict[str, WorkerState] = {}
         #: Seconds for which tasks have waited without a worker, and no process of a user could launch one.
         self._in_vain = 0.0
         #: The term in which the last report came, and how many events were reported in it.
@@ -118,22 +126,8 @@ class CMLSchedulerPlugin(WorkerQuestions):
         sums = {"most_workers": 0, "tasks_done": 0, "tasks_failed": 0, "failures": []}
         self._activity = self._before = {**sums, **begin.get("activity", {})}
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
-        scheduler.handlers |= {
-            "scatter": self.scatter,
-            "subscribe_worker_status": self.subscribe_worker_status,
-            "terminate": self.terminate,
-            protocol.DEMAND: self.demand,
-            protocol.HELD: self.held,
-            protocol.LAST: self.last,
-            protocol.ABANDONED: self.abandoned,
-            protocol.HELLO: self.hello,
-            protocol.WATCH: self.watch,
-            protocol.POST: self.post,
-            protocol.LIVE_ON: self.live_on,
-            protocol.REPORT: self.report,
-            protocol.NOTICE: self.notice,
-            protocol.FORWARD: self.forward,
-        }
+        names = (*protocol.HANDLERS, "scatter", "subscribe_worker_status", "terminate")
+        scheduler.handlers |= {name: getattr(self, name.removeprefix("cml_")) for name in names}
         await self._file.save(self._state())
         checks = [self._check_watchers, self._check_workers]
         checks += [functools.partial(move, scheduler) for move in (balance, unload_full_workers)]
@@ -150,8 +144,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             self._scheduler.log_event(protocol.END, {"reason": self._lifetime.closed})
             # Watchers must know it although the file may not be written: another scheduler would follow.
             self._publish()
-            if self._watchers.has_watcher:  # the process that shuts the cluster down watches no more
-                await asyncio.sleep(2 * timing.collect)  # `watch` answers after half of that
+            await asyncio.sleep(2 * timing.collect)  # `watch` answers after half of that
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
@@ -177,7 +170,7 @@ class CMLSchedulerPlugin(WorkerQuestions):
             "protocol": protocol.PROTOCOL,
             "orphan_timeout": self._watchers.timeout,
             "hours": self._lifetime.hours,
-            "restarts": 0 if self._tasks_done() else self._restarts,
+            "restarts": 0 if self._activity["tasks_done"] > self._before["tasks_done"] else self._restarts,
             "manager": self._manager if self._board.keeper else None,
             "closed": self._lifetime.closed,
             "posted": dict(self._board.posted),
@@ -389,11 +382,6 @@ class CMLSchedulerPlugin(WorkerQuestions):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def notice(self, names: Collection[str]) -> None:
-        """Let Dask workers leave whose session the platform is about to stop, and tell the watchers."""
-        self.leave(names)
-        self._publish()
-
     async def forward(self, comm: Comm, **_: Any) -> Any:
         """Serve the dashboard, which listens on the loopback only, on a comm until one side closes it.
 
@@ -411,9 +399,98 @@ class CMLSchedulerPlugin(WorkerQuestions):
             comm.abort()
         return Status.dont_reply
 
-    def _tasks_done(self) -> int:
-        states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
-        return sum(counts["memory"] + counts["erred"] for counts in states)
+    # -- Dask workers
+
+    async def scatter(self, **arguments: Any) -> Any:
+        """Send data of a client to workers, and count the call: Scheduler.scatter may wait for a worker."""
+        is_to_any = arguments.get("workers") is None
+        self._scatters += is_to_any
+        try:
+            return await self._scheduler.scatter(**arguments)
+        finally:
+            self._scatters -= is_to_any
+
+    def demand(self) -> dict[str, Any]:
+        """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
+        return known_demand(self._scheduler, self._cluster, self._scatters)
+
+    def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
+        workers, addresses = self._scheduler.workers, self._scheduler.aliases
+        connected = {name: workers[addresses[name]] for name in names if name in addresses}
+        return {
+            name: {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
+            for name, worker in connected.items()
+        }
+
+    def last(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
+        known = {name: self.health.last(name) for name in names}
+        return {name: last for name, last in known.items() if last is not None}
+
+    async def abandoned(self, names: Collection[str]) -> list[str]:
+        """Return the Dask workers that are not connected, and that no nanny is about to start again."""
+        aliases = self._scheduler.aliases  # of the connected workers
+        absent = [name for name in names if name not in aliases]
+        have_nannies = await asyncio.gather(*map(self._has_nanny, absent))
+        return [name for name, has in zip(absent, have_nannies, strict=True) if not (has or name in aliases)]
+
+    async def _has_nanny(self, name: str) -> bool:
+        """Return whether the nanny of a Dask worker that has left answers."""
+        nanny = (self.health.last(name) or {}).get("nanny")
+        if nanny is None:
+            return False
+        try:
+            await within(timing.answer / 2, self._scheduler.rpc(nanny).identity())
+        except NO_ANSWER:
+            return False
+        return True
+
+    def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
+        """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
+        last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
+        if isinstance(last, WorkerStatusPlugin):
+            last.bcomm.abort()
+        return self._scheduler.subscribe_worker_status(comm)
+
+    def notice(self, names: Collection[str]) -> None:
+        """Let Dask workers leave whose session the platform is about to stop, and tell the watchers.
+
+        Parameters
+        ----------
+        names : collection of str
+            Their names. Some may have left.
+        """
+        # The keeper retires a worker before it stops the session, which then gives notice, too.
+        connected = [name for name in names if name in self._scheduler.aliases]
+        self.leaving += [name for name in connected if name not in self.leaving]
+        for name in connected:
+            self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})
+        self._scheduler.loop.add_callback(self._scheduler.retire_workers, names=connected, close_workers=True)
+        self._publish()
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Note a Dask worker that has connected."""
+        self.moves += 1
+        state = self._states[worker] = scheduler.workers[worker]
+        self.health.note_connected(str(state.name), time.monotonic())
+        scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        """Note what was known last of a Dask worker that has left."""
+        self.moves += 1
+        state = self._states.pop(worker, None)
+        if state is None:
+            return
+        name = str(state.name)
+        noticed = name in self.leaving
+        if noticed:
+            self.leaving.remove(name)
+        self.health.note_left(name, worker, {**last_state(scheduler, state), "noticed": noticed})
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Note what nannies say of their workers."""
+        self.health.note_event(topic, msg)
 
     # -- checks
 
@@ -471,13 +548,14 @@ class CMLSchedulerPlugin(WorkerQuestions):
         sessions = map(self._session_of, self._scheduler.workers.values())
         names = {name for _, name in filter(None, sessions)}
         before, erred = self._before, self._scheduler.erred_tasks
-        prefixes = self._scheduler.task_prefixes.values()
-        n_failed = sum(prefix.state_counts["erred"] for prefix in prefixes)
+        states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
+        n_failed = sum(counts["erred"] for counts in states)
+        n_done = n_failed + sum(counts["memory"] for counts in states)
         # Dask notes no text if the workers died.
         lines = [f"{task.key}: {task.exception_text or _WORKERS_DIED}" for task in [*erred][:_MOST_FAILURES]]
         self._activity = {
             "most_workers": max(self._activity["most_workers"], len(names)),
-            "tasks_done": before["tasks_done"] + self._tasks_done(),
+            "tasks_done": before["tasks_done"] + n_done,
             "tasks_failed": before["tasks_failed"] + n_failed,
             "failures": [line[:_LONGEST_FAILURE] for line in reversed(lines)] or self._activity["failures"],
         }

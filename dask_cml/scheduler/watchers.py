@@ -139,11 +139,6 @@ class Watchers:
         """Whether a user's process is connected, however silent."""
         return any(watcher.rank in USERS and not watcher.comm.closed() for watcher in self._watchers.values())
 
-    @property
-    def has_watcher(self) -> bool:
-        """Whether any process is connected, however silent."""
-        return not all(watcher.comm.closed() for watcher in self._watchers.values())
-
     def update(self) -> float:
         """Forget the watchers that have left. Note for how long nobody has used the cluster.
 

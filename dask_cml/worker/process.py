@@ -14,8 +14,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
+import subprocess
 import threading
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,8 @@ from distributed.worker import Worker
 from dask_cml import compat
 from dask_cml.handshake import LimitedConnector
 from dask_cml.inheritance import find_modules
-from dask_cml.layout import FOUND_GPUS, NANNY_PRELOAD, WORKER, WORKER_GROUP
+from dask_cml.layout import FOUND_GPUS, GPUS, NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
-from dask_cml.worker import gpus
 
 logger = logging.getLogger("distributed.worker.dask_cml")
 
@@ -43,6 +45,10 @@ _NOTICE_TIMEOUT = 20.0
 _RETRY = 0.5
 #: The exit status of a process whose status was lost (distributed/process.py:255).
 _UNKNOWN = 255
+#: The variable from which CUDA reads which GPUs a process can use.
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_COUNT_TIMEOUT = 60.0
+_DEVICES = Path("/dev")
 _fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
@@ -58,11 +64,11 @@ async def dask_setup(server: Any) -> None:
         find_modules()
         server.startup_information["cml"] = _about
         if server.nanny is None:
-            await gpus.assign(str(server.name), os.environ)
+            await assign_gpus(str(server.name), os.environ)
     if isinstance(server, Nanny):
         _report_exits(server)
         _forget_preloads(server)
-        await gpus.assign(str(server.name), server.env)
+        await assign_gpus(str(server.name), server.env)
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
@@ -171,3 +177,44 @@ async def _about(worker: Worker) -> dict[str, Any]:
         "found_gpus": os.environ.get(FOUND_GPUS),
         "max_spill": None if not most else parse_bytes(most),
     }
+
+
+# -- GPUs
+
+
+async def assign_gpus(name: str, env: MutableMapping[str, str]) -> None:
+    """Let a Dask worker use its own GPUs only, and tell the scheduler if its session has too few.
+
+    The worker uses all GPUs if the session has fewer than were asked for, or if a user has set
+    ``CUDA_VISIBLE_DEVICES``.
+
+    Parameters
+    ----------
+    name : str
+        The Dask worker's name.
+    env : mutable mapping of str to str
+        The environment variables of its process, in addition to those of this process.
+    """
+    shares = os.environ.get(GPUS, "").split()
+    if not shares:
+        return
+    wanted = 1 + max(int(gpu) for share in shares for gpu in share.split(","))
+    found = await asyncio.to_thread(count_gpus)
+    if found < wanted:
+        env[FOUND_GPUS] = f"{found} of {wanted}"
+        logger.warning("Worker %s: %d of %d GPUs found in this session, and it uses any", name, found, wanted)
+    elif len(shares) > 1 and _VISIBLE not in os.environ and _VISIBLE not in env:
+        env[_VISIBLE] = shares[int(name.rpartition("-")[2])]
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs of this session, by ``nvidia-smi`` of its driver, or by its devices.
+
+    ``NVIDIA_VISIBLE_DEVICES`` does not tell: in a session with GPUs it may be ``void``, or missing.
+    """
+    try:
+        command = ["nvidia-smi", "-L"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_TIMEOUT, check=True)
+    except (OSError, subprocess.SubprocessError):  # an image may have CUDA alone
+        return sum(re.fullmatch("nvidia[0-9]+", device.name) is not None for device in _DEVICES.iterdir())
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -248,16 +248,17 @@ class RunningSessions:
         """Date the scheduler's file, or end it, as the wrapper does, whose loop is not the scheduler's."""
         process, n_over = self.processes[session.id], 0
 
-        def give_sign() -> bool:
+        def give_sign() -> int:
             process.check()
-            return wrapper._give_sign(cluster)
+            return wrapper._give_sign(cluster, n_over)
 
         with contextlib.suppress(Killed):
             while session.live and n_over < wrapper._PROOFS:
-                await asyncio.sleep(wrapper._STATE_INTERVAL)
-                n_over = 0 if await asyncio.to_thread(process.call, give_sign) else n_over + 1
-            for server in self.program(session.id):
-                process.start(_close(server))
+                await asyncio.sleep(wrapper._SIGN_INTERVAL)
+                n_over = await asyncio.to_thread(process.call, give_sign)
+            closing = [process.start(_close(server)) for server in self.program(session.id)]
+            if closing and (await asyncio.wait(closing, timeout=wrapper._END))[1]:
+                self.crash(session.id)
 
     async def _work(
         self, session: SimulatedSession, arguments: Mapping[str, Any], options: dict[str, str]

@@ -21,7 +21,7 @@ from dask_cml import cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.records import entries, liveness, operations, record, store
-from dask_cml.scheduler import lifetime, plugin, state_file
+from dask_cml.scheduler import plugin, state_file
 from dask_cml.scheduler import resident as residents
 from dask_cml.serve import clusters
 from dask_cml.sessions import calls, here
@@ -165,7 +165,7 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entries, ending)),
+        *((module, "os", files) for module in (here, plugin, private_files, entries, ending)),
         *((module, "os", files) for module in (ending, state_file, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "os", files),
@@ -176,7 +176,6 @@ def _patched(it: World) -> contextlib.ExitStack:
         ),
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
-        (lifetime, "threading", _with(threading, Timer=_Timer)),
         (calls, "wait", it.loop.wait),
         (residents, "run", it.run_resident),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
@@ -215,22 +214,3 @@ class _Datetime(datetime):
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
         return datetime.fromtimestamp(time.time(), tz)
-
-
-class _Timer:
-    """A ``threading.Timer`` by the clock, whose function runs in the event loop."""
-
-    daemon = True
-
-    def __init__(self, interval: float, function: Callable[..., Any], args: Any = ()) -> None:
-        self._interval, self._function, self._args = interval, function, args
-
-    def start(self) -> None:
-        self._handle = asyncio.get_running_loop().call_later(self._interval, self._call)
-
-    def cancel(self) -> None:
-        self._handle.cancel()
-
-    def _call(self) -> None:
-        with contextlib.suppress(BaseException):
-            self._function(*self._args)
