@@ -45,8 +45,7 @@ class AdaptedCluster:
         return self._cluster.__await__()
 
     def _adapts(self) -> bool:
-        adaptive = self._cluster.groups.adaptive(DEFAULT_GROUP)
-        return getattr(adaptive, "cluster", None) is self
+        return getattr(self._cluster._adaptive, "cluster", None) is self
 
     def scale(self, n: int = 0, memory: float | str | None = None, cores: float | None = None) -> Any:
         """Scale to `n` sessions as :meth:`CMLCluster.scale` does, and go on with adaptive scaling."""

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 _MOST_BYTES = 500_000
 
 
-def is_of_session(spec: Mapping[str, Any]) -> bool:
-    """Return whether a spec is that of a session. A subclass may have specs of workers of any other class."""
-    return isinstance(spec.get("options", {}).get("options"), Options)
-
-
 class Specs(dict[str, Any]):
     """The dictionary ``worker_spec``, whose keys may be given as numbers, as in the examples of SpecCluster.
 
@@ -254,10 +249,6 @@ class Groups:
         """Return whether a group adapts."""
         return group in self._adaptives
 
-    def adaptive(self, group: str) -> Adaptive | None:
-        """Return the adaptive scaling of a group. None: it has a fixed size."""
-        return self._adaptives.get(group)
-
     def limits(self, group: str) -> Mapping[str, Any] | None:
         """Return the limits of a group's adaptive scaling for the board. None: it has a fixed size."""
         adaptive = self._adaptives.get(group)
@@ -327,11 +318,6 @@ class Groups:
             if group in (None, spec.get("worker_group", DEFAULT_GROUP)):
                 workers[name] = [f"{name}{suffix}" for suffix in spec.get("group", ("",))]
         return workers
-
-    def arrived(self, connected: Collection[str], group: str | None = None) -> set[str]:
-        """Return the names of the wanted workers of which a Dask worker is connected."""
-        wanted = self.dask_workers(group).items()
-        return {name for name, dask_names in wanted if any(worker in connected for worker in dask_names)}
 
     def target(self, group: str) -> int:
         """Return how many workers of a group are wanted."""
@@ -432,8 +418,9 @@ class Groups:
             self.drop(self.workers(group)[self.target(group) :])
         self._excess.clear()
         specs = dict(self._cluster.worker_spec)
-        self.given(name for name, spec in specs.items() if is_of_session(spec))
+        self.given(specs)
         self.drop(specs)
         for name, spec in specs.items():
-            group = spec.get("worker_group", DEFAULT_GROUP)
-            self._add({next(iter(self.new(group))) if is_of_session(spec) else name: spec})
+            if isinstance(spec.get("options", {}).get("options"), Options):  # else it is of another class
+                [name] = self.new(spec.get("worker_group", DEFAULT_GROUP))
+            self._add({name: spec})

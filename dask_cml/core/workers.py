@@ -88,7 +88,8 @@ class Workers:
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
-        return self._cluster.groups.arrived(connected_names(self._cluster), group)
+        connected, wanted = connected_names(self._cluster), self._cluster.groups.dask_workers(group)
+        return {name for name, dask_names in wanted.items() if not connected.isdisjoint(dask_names)}
 
     def absent(self, group: str) -> list[str]:
         """Return the wanted workers that are not connected: queued workers first, then the newest."""
