@@ -45,12 +45,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
 #: Whether Dask's errors of cancelled futures have a reason.
 _CANCELS_WITH_REASON = "reason" in inspect.signature(FutureState.cancel).parameters
 _warned: set[str] = set()
-#: The last connections by address.
-_connections: dict[str, object] = {}
-#: The schedulers' last known addresses, by their clusters' addresses.
-_schedulers: dict[str, str] = {}
-#: The ids of their records.
-_records: dict[str, str] = {}
+#: What the last successful connection to a cluster has read, by the cluster's address.
+_records: dict[str, Record] = {}
 #: When the last line of a cluster was logged by its scheduler, by the scheduler's address.
 _last_lines: dict[str, float] = {}
 
@@ -106,7 +102,6 @@ class CMLConnector(Connector):
         record = await _running(unquote(address))
         scheduler = record.scheduler.address
         assert scheduler is not None
-        _schedulers[address], _records[address] = scheduler, record.id
         security = record.get_security()
         if security is not None:
             connection_args |= await _in_thread(tls.connection_args, security, scheduler)
@@ -116,7 +111,7 @@ class CMLConnector(Connector):
         unreachable = f"cannot reach the scheduler of cluster {record.name!r} at {scheduler}"
         try:
             comm = await connector.connect(location, deserialize=deserialize, **connection_args)
-            _prepare_clients(address, security, connection_args)
+            _prepare_clients(address, record, security, connection_args)
             return comm
         except FatalCommClosedError:
             raise
@@ -126,10 +121,14 @@ class CMLConnector(Connector):
         except asyncio.CancelledError as error:  # perhaps by Dask's time limit, whose error does not say why
             if why is not None:
                 error.__cause__ = OSError(f"{unreachable}: {why}")
-                if record.id not in _warned:
-                    _warned.add(record.id)
-                    logger.warning("%s", error.__cause__)
+                _warn_once(record.id, str(error.__cause__))
             raise
+
+
+def _warn_once(subject: str, text: str) -> None:
+    if subject not in _warned:
+        _warned.add(subject)
+        logger.warning("%s", text)
 
 
 async def _warn_of_end(record: Record) -> None:
@@ -138,11 +137,9 @@ async def _warn_of_end(record: Record) -> None:
     A notebook may still replace the scheduler, so Dask tries again.
     """
     ended = await _in_thread(liveness.judge_end, record, {})
-    scheduler = f"{record.id} {record.scheduler.address}"
-    if ended is not None and ended.state is liveness.State.DEAD and scheduler not in _warned:
-        _warned.add(scheduler)
-        delete = command("delete", record.name)
-        logger.warning("Cluster %s not connected: %s; run %s", record.name, ended.why, delete)
+    if ended is not None and ended.state is liveness.State.DEAD:
+        text = f"Cluster {record.name} not connected: {ended.why}; run {command('delete', record.name)}"
+        _warn_once(f"{record.id} {record.scheduler.address}", text)
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -168,24 +165,25 @@ def _log_end(client: Client, name: str, why: str) -> None:
         logger.warning("Client disconnected from cluster %s, which has ended: %s", name, why)
 
 
-def _prepare_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
+def _prepare_clients(
+    address: str, record: Record, security: Security | None, connection_args: dict[str, Any]
+) -> None:
     """Give this process's clients of an address the keys for workers, and let them hear of the cluster.
 
     Dask registers a client after its first connection. So search for it repeatedly for some seconds.
     """
-    connection = _connections[address] = object()
-    prepared: set[str] = set()
+    _records[address], prepared = record, set[str]()
 
     def search(pause: float) -> None:
-        if _connections[address] is not connection:  # a later connection has its own search
+        if _records[address] is not record:  # a later connection has its own search
             return
         for client in _clients(address):
             if security is not None and not client.connection_args.get("ssl_context"):
                 compat.give_keys(client, security, connection_args)
             if client.id not in prepared and client.status == "running":
                 prepared.add(client.id)
-                _close_at_end(client, unquote(address))
-                _log_lines(client, address)
+                _close_at_end(client, record.name)
+                _log_lines(client, record)
         if pause <= _LAST_PAUSE:
             asyncio.get_running_loop().call_later(pause, search, 2 * pause)
 
@@ -205,9 +203,9 @@ def _close_at_end(client: Client, name: str) -> None:
     client.subscribe_topic(END, close)
 
 
-def _log_lines(client: Client, address: str) -> None:
+def _log_lines(client: Client, record: Record) -> None:
     """Log in a client's process what the keeper, such as the Jupyter server, tells its own user."""
-    name, record, scheduler = unquote(address), _records[address], _schedulers[address]
+    scheduler = str(record.scheduler.address)
     output.follow_cells()
 
     def log(event: tuple[float, Mapping[str, Any]]) -> None:
@@ -215,9 +213,9 @@ def _log_lines(client: Client, address: str) -> None:
         if logged_at <= _last_lines.get(scheduler, 0.0):  # to another client of this process
             return
         _last_lines[scheduler] = logged_at
-        objects = [cluster for cluster in unclosed() if cluster.options.name == name]
+        objects = [cluster for cluster in unclosed() if cluster.options.name == record.name]
         # An object of the cluster says it itself, or is to be quiet. In a session of the cluster is no user.
-        if not (here.is_inside(record) or any(cluster._is_keeper or cluster.quiet for cluster in objects)):
+        if not (here.is_inside(record.id) or any(cluster._is_keeper or cluster.quiet for cluster in objects)):
             logger.warning("%s", message.get("text"))
 
     client.subscribe_topic(LINES, log)
@@ -225,11 +223,9 @@ def _log_lines(client: Client, address: str) -> None:
 
 def _cancel_futures(client: Client, why: str) -> None:
     """Cancel all futures of a client with a reason, as Client._reconnect (client.py:1518) does."""
+    reason = {"reason": why} if _CANCELS_WITH_REASON else {}
     for future in [*client.futures.values()]:
-        if _CANCELS_WITH_REASON:
-            future.cancel(reason=why)
-        else:
-            future.cancel()
+        future.cancel(**reason)
     client.futures.clear()
 
 
@@ -264,7 +260,7 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
             await _dask_ensure_connected(client, min(time_left, RECONNECT_TIMEOUT))
             return
         except NoSuchCluster as error:
-            end = await _in_thread(why_ended, _records[location])
+            end = await _in_thread(why_ended, _records[location].id)
             _log_end(client, name, end or str(error))
             raise ClusterEnded(str(error)) from error
         except (OSError, asyncio.TimeoutError):
@@ -290,9 +286,7 @@ async def _running(name: str) -> Record:
             text = f"{error}; searched in {state_directory()}"
             raise NoSuchCluster(text, error.name, error.known) from None
         except store.RecordUnreadable as error:  # which ends no cluster, so Dask tries again
-            if str(error) not in _warned:
-                _warned.add(str(error))
-                logger.warning("Cluster %s not connected: %s", name, error)
+            _warn_once(str(error), f"Cluster {name} not connected: {error}")
             raise
         if record.scheduler.closed is not None:
             raise NoSuchCluster(f"cluster {name!r} has ended: {record.scheduler.closed}", name)
@@ -301,11 +295,9 @@ async def _running(name: str) -> Record:
         why = await _in_thread(liveness.why_ended, record)
         if why is not None:
             raise NoSuchCluster(f"cluster {name!r} has ended: {why}; run {command('delete', name)}", name)
-        scheduler = f"{record.id} {record.scheduler.number}"
-        if scheduler not in _warned:  # Dask's error after the time-out does not say why
-            _warned.add(scheduler)
-            state = "launching another scheduler" if record.scheduler.number else "starting"
-            logger.warning("Cluster %s is %s: its scheduler has no address yet", name, state)
+        state = "launching another scheduler" if record.scheduler.number else "starting"
+        text = f"Cluster {name} is {state}: its scheduler has no address yet"
+        _warn_once(f"{record.id} {record.scheduler.number}", text)  # Dask's error does not say why
         await asyncio.sleep(_POLL_INTERVAL)
 
 
@@ -326,8 +318,8 @@ class CMLBackend(Backend):
     def get_address_host(self, loc: str) -> str:
         """Return the host of the last connection. Before the first connection, return the name."""
         # XGBoost asks for the host, for connections of its own.
-        scheduler = _schedulers.get(loc)
-        return loc if scheduler is None else get_address_host(scheduler)
+        record = _records.get(loc)
+        return loc if record is None else get_address_host(str(record.scheduler.address))
 
     def resolve_address(self, loc: str) -> str:
         """Return the name, because each connection reads the scheduler's address again."""
@@ -369,14 +361,12 @@ def load_security(info: dict[str, Any]) -> Security | None:
         return None
     try:
         if scheme == SCHEME:
-            record = store.find(unquote(location))
-            records = [] if record is None else [record]  # without a record, connecting raises the error
+            records = [store.find(unquote(location))]  # without a record, connecting raises the error
         else:
-            records = store.records()
-            records = [record for record in records if record.scheduler.address == info["address"]]
+            records = [one for one in store.records() if one.scheduler.address == info["address"]]
     except (OSError, ValueError, TypeError) as error:
         logger.warning("Keys for %s not found: %s", info["address"], error)
         return None
     # Another cluster may have had the address before. A cluster's keys are written before its address.
-    records = [record for record in records if record.security and record.scheduler.address]
-    return max(records, key=lambda record: record.created).get_security() if records else None
+    with_keys = [record for record in records if record and record.security and record.scheduler.address]
+    return max(with_keys, key=lambda record: record.created).get_security() if with_keys else None

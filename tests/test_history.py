@@ -164,12 +164,12 @@ async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
 # -- entries
 
 
-def dead_record(name="lab", ago=5 * HOUR, **scheduler):
+def dead_record(name="lab", ago=5 * HOUR, maker=GONE, **scheduler):
     """Write the record of a cluster that ran for an hour, until `ago` seconds ago."""
     silent = time.time() - ago
     created = datetime.fromtimestamp(int(silent - HOUR), timezone.utc)
     state = SchedulerState(address="tcp://127.0.0.1:1", **scheduler)
-    record = Record(name, maker=GONE, created=created, options={"platform": "local"}, scheduler=state)
+    record = Record(name, maker=maker, created=created, options={"platform": "local"}, scheduler=state)
     launched = sessions(**{"session-0": "scheduler", "session-1": f"{name}-0"})
     launched = {
         id: replace(launch, launched=int(silent - HOUR), started=silent - HOUR)
@@ -217,6 +217,13 @@ def test_the_reason_of_the_scheduler_counts_or_else_the_first_one(state, closed,
     history.remember(record, "deleted by ann")
     history.remember(record, "deleted by ben")
     assert the_only_one().why == why
+
+
+def test_a_cluster_that_had_ended_before_was_not_ended_by_who_deletes_it(platform):
+    killed = replace(Maker.this_process(), pid=2**22 + 1)
+    end(dead_record(session="session-0", maker=killed), "session-0")
+    assert asyncio.run(operations.end_all(store.records())) == {"lab": None}
+    assert the_only_one().why == "its session ended"
 
 
 def test_a_removed_cluster_is_not_added_to_the_history_again(state):

@@ -34,7 +34,7 @@ from dask_cml.layout import (
 )
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
-from dask_cml.records.record import VERSION, Record, SchedulerState
+from dask_cml.records.record import VERSION, SchedulerState
 from dask_cml.records.store import has_ended, read, records, remove
 from dask_cml.scheduler.board import WantedGroup
 from dask_cml.sessions.entry import Launch
@@ -184,8 +184,6 @@ def test_a_name_that_leads_elsewhere_is_refused(state, name):
     claim(new_record("b"))
     with pytest.raises(NoSuchCluster):
         read(name)
-    with pytest.raises(ValueError, match="name="):
-        claim(Record(name))
 
 
 # -- claims

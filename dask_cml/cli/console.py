@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import shlex
 import signal
 import sys
@@ -74,16 +73,9 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
     from dask_cml.records import store
 
     given = context.params.get(str(parameter.name)) or ()
-    names = [record.name for record in store.records()]
-    names = [name for name in names if name.startswith(incomplete) and name not in given]
-    return [_for_completion(name) for name in names if name.isprintable()]
-
-
-def _for_completion(name: str) -> str:
-    """Return a name for the script of a shell, in which click passes on what this process completes."""
-    if "bash_complete" not in (value for key, value in os.environ.items() if key.endswith("_COMPLETE")):
-        return name  # other shells quote themselves
-    return shlex.quote(name).replace("\\", "\\\\")  # the script's `read` takes one away
+    names = [record.name for record in store.records() if record.name.startswith(incomplete)]
+    # Click's script for bash quotes nothing.
+    return [name for name in names if name not in given and name == shlex.quote(name)]
 
 
 #: The argument of a command on one cluster.

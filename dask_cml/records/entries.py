@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
@@ -36,21 +37,6 @@ def end_file(session_id: str, at: int, cause: str = "") -> str:
     'abcdefgh12345678,ended,1790000000,out-of-memory'
     """
     return f"{session_id},ended,{at},{cause.replace(' ', '-')}"
-
-
-class Entries(NamedTuple):
-    """The sessions of a cluster by their ids.
-
-    Parameters
-    ----------
-    live : mapping of str to Launch
-        The running and queued sessions, the oldest first.
-    ended : mapping of str to Launch
-        The sessions that have ended.
-    """
-
-    live: Mapping[str, Launch]
-    ended: Mapping[str, Launch]
 
 
 def read_started(folder: Path, record_id: str) -> dict[str, float]:
@@ -76,8 +62,8 @@ def _read_taken(file: Path, record_id: str) -> tuple[str, float]:
     return session, file.stat().st_mtime
 
 
-def read_entries(folder: Path, cluster: str, started: Mapping[str, float] | None = None) -> Entries:
-    """Return the sessions of a cluster. Ignore files that describe none; warn once.
+def read_entries(folder: Path, cluster: str, started: Mapping[str, float]) -> list[Launch]:
+    """Return the sessions of a cluster, the oldest first. Ignore files that describe none; warn once.
 
     Parameters
     ----------
@@ -85,23 +71,15 @@ def read_entries(folder: Path, cluster: str, started: Mapping[str, float] | None
         The cluster's folder.
     cluster : str
         The cluster's name.
-    started : mapping of str to float, optional
+    started : mapping of str to float
         When their programs have started, see :func:`read_started`.
     """
     sessions = folder / SESSIONS_FOLDER
-    by_session: dict[str, list[str]] = {}
-    for name in os.listdir(sessions):
-        if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
-            by_session.setdefault(_session_of(name), []).append(name)
-    read = (_read_session(names, sessions, cluster) for names in by_session.values())
-    launches = [
-        replace(launch, started=(started or {}).get(launch.id)) for launch in read if launch is not None
-    ]
-    launches.sort(key=_order)
-    return Entries(
-        {launch.id: launch for launch in launches if launch.ended is None},
-        {launch.id: launch for launch in launches if launch.ended is not None},
-    )
+    # NFS uses a name with a dot for a file that was removed while it was open.
+    names = sorted((name for name in os.listdir(sessions) if not name.startswith(".")), reverse=True)
+    read = [_read_session(own, sessions, cluster) for _, own in itertools.groupby(names, _session_of)]
+    launches = [replace(launch, started=started.get(launch.id)) for launch in read if launch is not None]
+    return sorted(launches, key=_order)
 
 
 def _session_of(name: str) -> str:
@@ -114,10 +92,10 @@ def _order(launch: Launch) -> tuple[int, int, str, str]:
 
 
 def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | None:
-    """Return the session that the names of its files describe. Return None if they describe none."""
+    """Return the session that the names of its files describe, the last name first. None: they do not."""
     launches = []
     end: dict[str, Any] = {}
-    for name in sorted(names, reverse=True):  # of two ends, the first counts
+    for name in names:  # of two ends, the first counts
         match = _END.fullmatch(name)
         if match is not None:
             # The session itself knows no cause.

@@ -19,19 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from dask_cml.errors import NoSuchCluster
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.output import get_logger
-from dask_cml.private_files import (
-    make_folder,
-    open_regular,
-    read_file,
-    report_ignored,
-    write_file,
-)
+from dask_cml.private_files import make_folder, open_regular, read_file, report_ignored, write_file
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, usage_of
@@ -130,9 +124,8 @@ class EndedCluster:
         content = validate(content, dict[str, Any], "history")
         usage = Usage(validate(content.get("usage"), _Written, "usage")["groups"])
         cluster = validate({**content, "usage": usage}, cls, "history")
-        texts = {name: text for name, text in vars(cluster).items() if isinstance(text, str)}
-        escaped: dict[str, Any] = {name: printable(text) for name, text in texts.items()}
-        return replace(cluster, **escaped)
+        texts = {name: printable(text) for name, text in vars(cluster).items() if isinstance(text, str)}
+        return replace(cluster, **cast(Any, texts))
 
     def to_json(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -145,10 +138,8 @@ class EndedCluster:
 
     def logs(self) -> SessionLogs:
         """Return what is left of its logs."""
-        directory = state_directory()
-        if self.log_directory:
-            return SessionLogs(self.name, log_folder(directory / self.name, self.log_directory))
-        return _logs_in(directory, self.name, self.id)
+        kept = state_directory() / HISTORY_FOLDER / self.id
+        return SessionLogs(self.name, Path(self.log_directory, self.name) if self.log_directory else kept)
 
     @property
     def duration(self) -> float:
@@ -184,17 +175,16 @@ def where_logs_are(cluster: EndedCluster) -> str | None:
 
 def end_of(record: Record) -> float:
     """Return now. If the cluster is dead, return the time of its last sign of life."""
-    now, silence = time.time(), None
+    now = time.time()
     with contextlib.suppress(OSError):
         silence = liveness.silence(record)
-    if silence is not None:
-        return now - silence if record.scheduler.closed or silence > timing.silence else now
+        if silence is not None:
+            return now - silence if record.scheduler.closed or silence > timing.silence else now
     if record.maker.lives():
         return now
-    times = [record.created.timestamp(), 0.0]
-    for launch in {**record.launches, **record.ended}.values():
-        times.append(launch.ended or launch.started or launch.launched)
-    return max(times)
+    launches = {**record.launches, **record.ended}.values()
+    times = [launch.ended or launch.started or launch.launched for launch in launches]
+    return max([record.created.timestamp(), *times])
 
 
 def remember(record: Record, why: str = UNSEEN) -> None:
@@ -211,15 +201,12 @@ def remember(record: Record, why: str = UNSEEN) -> None:
     """
     try:
         keep, folder = setting("history.keep"), record.folder.parent / HISTORY_FOLDER
-        latest = None
         if keep:
             with contextlib.suppress(NoSuchCluster):
-                latest = store.read_again(record)
-        if latest is not None:
-            make_folder(folder)
-            content = json.dumps(EndedCluster.of(latest, why).to_json()).encode()
-            write_file(folder / f"{record.id}{_SUFFIX}", content, new=True)
-            _keep_logs(record, folder / record.id)
+                ended = EndedCluster.of(store.read_again(record), why)
+                make_folder(folder)
+                write_file(folder / f"{record.id}{_SUFFIX}", json.dumps(ended.to_json()).encode(), new=True)
+                _keep_logs(record, folder / record.id)
         _forget(folder, keep, time.time() - setting("history.days") * 24 * 3600)
     except Exception as error:  # of the file system or an odd record: the cluster must end
         logger.warning("History of cluster %s not written: %r", record.name, error)
@@ -227,16 +214,12 @@ def remember(record: Record, why: str = UNSEEN) -> None:
 
 def kept_logs(record: Record) -> SessionLogs:
     """Return the logs that the history keeps of a cluster whose record was removed."""
-    return _logs_in(record.folder.parent, record.name, record.id)
-
-
-def _logs_in(directory: Path, cluster: str, record_id: str) -> SessionLogs:
-    return SessionLogs(cluster, directory / HISTORY_FOLDER / record_id)
+    return SessionLogs(record.name, record.folder.parent / HISTORY_FOLDER / record.id)
 
 
 def _keep_logs(record: Record, folder: Path) -> None:
     """Move the logs of a cluster whose folder is about to be removed. Keep only the end of a large log."""
-    most = _most_bytes_of_logs()
+    most = int(setting("history.logs") * 2**30)
     paths = [*SessionLogs(record.name, log_folder(record.folder, None)).paths().values()]
     # The first logs are those of the cluster and its scheduler. Each file takes the file server some time.
     paths = paths[:2] + paths[2:][-_MOST_LOGS:]
@@ -255,13 +238,9 @@ def _keep_logs(record: Record, folder: Path) -> None:
                 write_file(folder / path.name, file.read(share), new=True)
 
 
-def _most_bytes_of_logs() -> int:
-    return int(setting("history.logs") * 2**30)
-
-
 def _forget(folder: Path, keep: int, oldest: float) -> None:
     """Remove all but the newest clusters and logs, and what crashed processes have left behind."""
-    left = _most_bytes_of_logs()
+    left = setting("history.logs") * 2**30
     with contextlib.suppress(OSError):  # another process removes them, too
         files = sorted(((file.stat().st_mtime, file) for file in folder.glob(f"*{_SUFFIX}*")), reverse=True)
         for n, (written, file) in enumerate(files):

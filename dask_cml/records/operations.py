@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dask_cml.cancellation import to_the_end
@@ -63,7 +63,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
         finding = (await liveness.judge([old], api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
-    if (error := (await _end_all([old]))[old.name]) is not None:
+    if (error := (await end_all([old], findings={old.name: finding}))[old.name]) is not None:
         raise error
     await to_the_end(store.claim, record, board)
 
@@ -132,7 +132,7 @@ async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 def description(record: Record, finding: Finding) -> dict[str, Any]:
     """Describe a cluster by its record, see :func:`describe`."""
-    present = record.scheduler.workers
+    present, waits = record.scheduler.workers, queued(record).values()
     alive = finding.state is State.ALIVE
     numbers = {
         "workers": present.workers,
@@ -154,7 +154,8 @@ def description(record: Record, finding: Finding) -> dict[str, Any]:
         "ends": record.ends,
         "dashboard": record.dashboard_link,
         "scheduler": record.scheduler.address,
-        **_waiting(record),
+        "waiting": len(waits),
+        "waiting_for": max(waits, default=None),
     }
 
 
@@ -191,11 +192,6 @@ def queued(record: Record) -> dict[Launch, float]:
     return {launch: seconds for launch, seconds in waits.items() if seconds > WAITS_AFTER}
 
 
-def _waiting(record: Record) -> dict[str, float | None]:
-    waits = queued(record).values()
-    return {"waiting": len(waits), "waiting_for": max(waits, default=None)}
-
-
 async def ended_clusters() -> list[history.EndedCluster]:
     """Return the clusters that have ended, the last one first, also dead ones that nobody has removed."""
     records = await asyncio.to_thread(store.records)
@@ -213,7 +209,9 @@ def session_logs(record: Record) -> SessionLogs:
     return SessionLogs(record.name, log_folder(record.folder, record.options.get("log_directory")))
 
 
-async def end_all(records: Iterable[Record], reason: str | None = None) -> dict[str, CMLError | None]:
+async def end_all(
+    records: Iterable[Record], reason: str | None = None, findings: Mapping[str, Finding] | None = None
+) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
     A scheduler that answers first informs its workers and clients. If sessions of a cluster cannot
@@ -224,7 +222,10 @@ async def end_all(records: Iterable[Record], reason: str | None = None) -> dict[
     records : iterable of Record
         The records of the clusters.
     reason : str, optional
-        Why they end, for their history. Default: that the user of this process deletes them.
+        Why they end, for the history of those that have not ended before. Default: that the user of this
+        process deletes them.
+    findings : mapping of str to Finding, optional
+        What is known of them, see :func:`liveness.judge`. Default: find it out.
 
     Returns
     -------
@@ -233,26 +234,15 @@ async def end_all(records: Iterable[Record], reason: str | None = None) -> dict[
     """
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    with_keys = [record for record in records if record.security is not None]  # else anybody may answer
-    findings = await liveness.look(with_keys, timeout=_GOODBYE_TIMEOUT)
-    answering = [name for name, finding in findings.items() if finding.state is State.ALIVE]
-    return await _end_all(records, answering, reason or deleted_by())
-
-
-def deleted_by(user: str | None = None) -> str:
-    """Return the reason for the end of a cluster that a user deletes. Default: the user of this process."""
-    return f"deleted by {user or this_user() or 'an unknown user'}"
-
-
-async def _end_all(
-    records: Collection[Record], answering: Collection[str] = (), why: str = history.UNSEEN
-) -> dict[str, CMLError | None]:
+    known = findings or await liveness.judge(records, timeout=_GOODBYE_TIMEOUT)
     at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def attempt(record: Record) -> CMLError | None:
+        state = known[record.name].state
+        why = history.UNSEEN if state is State.DEAD else reason or deleted_by()
         async with at_once:
             try:
-                if record.name in answering:
+                if state is State.ALIVE and record.security is not None:  # else anybody may answer
                     with contextlib.suppress(Exception):  # of Dask, which varies: its workers may be frozen
                         await record.ask_scheduler("terminate", _GOODBYE_TIMEOUT, reason=why)
                 api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
@@ -265,6 +255,11 @@ async def _end_all(
 
     results = await asyncio.gather(*map(attempt, records))
     return {record.name: result for record, result in zip(records, results, strict=True)}
+
+
+def deleted_by(user: str | None = None) -> str:
+    """Return the reason for the end of a cluster that a user deletes. Default: the user of this process."""
+    return f"deleted by {user or this_user() or 'an unknown user'}"
 
 
 def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
@@ -323,6 +318,6 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     findings = await liveness.judge(records, timeout=timeout)
     dead = [record for record in records if findings[record.name].state is State.DEAD]
     skipped = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
-    ended = await _end_all(dead)
+    ended = await end_all(dead, findings=findings)
     await asyncio.to_thread(store.sweep)
     return ended, skipped

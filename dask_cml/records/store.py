@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from dask_cml.checks import is_session_id
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
     LOGS_FOLDER,
@@ -94,12 +93,10 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     ClusterExists
         If a folder with this name exists.
     ValueError
-        If no cluster can have this name, or the state directory cannot be made.
+        If the state directory cannot be made.
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
-    if not _is_name(record.name):
-        raise ValueError(f"invalid name={record.name!r}: expected the name of a cluster")
     directory = record.folder.parent
     with naming("cml.state-directory", directory):
         make_folder(directory)
@@ -306,8 +303,8 @@ def remove(record: Record) -> dict[str, str] | None:
         return None
     sessions: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        live = read_entries(aside, record.name).live
-        sessions = {session: launch.key for session, launch in live.items()}
+        last = read_entries(aside, record.name, {})
+        sessions = {launch.id: launch.key for launch in last if launch.ended is None}
     # A session may write its log meanwhile. The files of many sessions take long, and nobody needs to wait.
     delete = functools.partial(shutil.rmtree, aside, ignore_errors=True)
     with contextlib.suppress(NoAnswer):
@@ -380,14 +377,13 @@ def _read(folder: Path) -> Record | None:
         raise ValueError(f"it is the record of another cluster, {record.name!r}")
     sessions = read_entries(folder, record.name, read_started(folder, record.id))
     scheduler = _read_scheduler(folder) or record.scheduler
-    launches = dict(sessions.live)
-    known = launches.keys() | sessions.ended.keys()
-    if is_session_id(scheduler.session) and scheduler.session not in known:
+    if scheduler.session is not None and all(launch.id != scheduler.session for launch in sessions):
         # Neither its keeper nor the session itself could enter it, as on a full disk.
         launched = int(record.created.timestamp())
-        launch = Launch(scheduler.session, SCHEDULER, None, launched, started=launched)
-        launches[scheduler.session] = launch
-    return replace(record, folder=folder, launches=launches, ended=sessions.ended, scheduler=scheduler)
+        sessions.append(Launch(scheduler.session, SCHEDULER, None, launched, started=launched))
+    launches = {launch.id: launch for launch in sessions if launch.ended is None}
+    ended = {launch.id: launch for launch in sessions if launch.ended is not None}
+    return replace(record, folder=folder, launches=launches, ended=ended, scheduler=scheduler)
 
 
 def _read_scheduler(folder: Path) -> SchedulerState | None:
