@@ -29,7 +29,6 @@ from dask_cml.words import command, waiting_workers
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
-_DELETED = "another process has deleted it"
 #: Seconds between two polls of what a command waits for.
 _INTERVAL = 0.2
 #: The option that names the worker group of a command.
@@ -95,13 +94,6 @@ def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
     return f"{n} {noun}" if group == DEFAULT_GROUP else f"{n} {noun} in worker group {group}"
 
 
-def _present(cluster: CMLCluster, n: int, group: str) -> str:
-    """Return in words how many of n worker sessions are connected, and how many are queued."""
-    words = f"{len(cluster.processes.arrived(group))} of {_n_workers(n, group)} connected"
-    queued = waiting_workers(cluster._view.waits(group))
-    return f"{words}, {queued}" if queued else words
-
-
 async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float) -> None:
     """Wait until exactly n sessions of a worker group are connected, and show the progress.
 
@@ -126,20 +118,16 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
 
     name, deadline = cluster.options.name, time.monotonic() + timeout
     while True:
-        words = _present(cluster, n, group)
+        target, n_arrived = cluster.groups.target(group), len(cluster.processes.arrived(group))
+        queued = waiting_workers(cluster._view.waits(group))
+        words = f"{n_arrived} of {_n_workers(n, group)} connected" + (f", {queued}" if queued else "")
         show(words)
-        if (
-            len(cluster.processes.arrived(group))
-            == len(cluster._view.workers_of(group))
-            == n
-            == cluster.groups.target(group)
-        ):
+        if n_arrived == len(cluster._view.workers_of(group)) == n == target:
             show()
             return
         problem = cluster.problem
         if cluster.status != Status.running:
-            raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-        target = cluster.groups.target(group)
+            raise CMLError(f"the cluster {name} has shut down: {problem or 'deleted'}")
         if target != n:
             raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
         if group in cluster._view.shortages:

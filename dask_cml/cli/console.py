@@ -22,23 +22,8 @@ from dask_cml.words import first_line, printable, table
 _INTERRUPTED = 130  # as shells say it
 
 
-#: Names that other programs give to the commands.
-_OTHER_NAMES = {
-    **dict.fromkeys(("destroy", "kill", "remove", "rm", "shutdown", "stop"), "delete"),
-    **dict.fromkeys(("clusters", "ls", "ps"), "list"),
-    **dict.fromkeys(("describe", "get", "show", "status"), "info"),
-    **dict.fromkeys(("launch", "new", "start", "up"), "create"),
-}
-
-
 class _Commands(click.Group):
     """Runs commands, also coroutines. Errors of the user and of the platform are one line."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if other := _OTHER_NAMES.get(args[0]):
-            command = shlex.join(["dask", "cml", other, *args[1:]])
-            ctx.fail(f"No such command {args[0]!r}: run `{command}`.")
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -49,7 +34,8 @@ class _Commands(click.Group):
         except BrokenPipeError:  # click knows what to do
             raise
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
-            raise click.ClickException(words_of(error)) from error
+            advice = error.advice if isinstance(error, LaunchRefused) else ""
+            raise click.ClickException(f"{first_line_of(error)}\n{advice}".strip()) from error
         finally:
             show()
 
@@ -87,13 +73,6 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
     return printable(first_line(str(error))) or type(error).__name__
-
-
-def words_of(error: BaseException) -> str:
-    """Return an error's first line, and what a user can do in a shell."""
-    if isinstance(error, LaunchRefused) and error.advice:
-        return f"{first_line_of(error)}\n{error.advice}"
-    return first_line_of(error)
 
 
 def echo(text: str = "", *, err: bool = False) -> None:

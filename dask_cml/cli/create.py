@@ -92,7 +92,7 @@ def _option(option: Option, grouped: bool) -> click.Option:
         help=text,
         metavar=_METAVARS.get(option.unit or kind),
         multiple=kind == "object",
-        type=click.Choice(option.choices) if option.choices else None,
+        type=click.Choice(option.choices) if option.choices else {"integer": int}.get(kind),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,17 +110,19 @@ async def info(name: str | None, as_json: bool) -> None:
     usage = usage_of(record, history.end_of(record) if is_silent else time.time())
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
-    owners = {id: launch.owner for id, launch in record.launches.items() if launch.owner is not None}
-    if record.maker.session is None:  # on the local platform, whose sessions end with no other session
-        owners = {}
+    # Sessions of the local platform end with no other session.
+    owned = [launch for launch in record.launches.values() if launch.owner and record.maker.session]
+    owners = {launch.id: launch.owner for launch in owned}
     if as_json:
         row |= {
             "usage": usage.to_json(),
             "cost": usage.total.cost,
             "security": record.security is not None,
             "creator": asdict(record.maker),
+            "sessions": sessions,
+            "owners": owners,
         }
-        print_json(row | {"sessions": sessions, "owners": owners})
+        print_json(row)
         return
     problem = _problem_of(row) if row["problem"] else None
     manager = row["manager"]
@@ -138,16 +142,17 @@ async def info(name: str | None, as_json: bool) -> None:
     }
     lines = [*values.items()]
     later = _as_soon(row)
-    for group, options in record.groups.items():
-        amounts = {name: options.get(name) for name in ("cpu", "memory", "nvidia_gpu")}
-        sizes = [f"{name}={n:g}" for name, n in amounts.items() if isinstance(n, (int, float))]
-        connected = (row["groups"] or {}).get(group, "-")
-        bounds = f", {adapts(*row['adapts'][group])}{later}" if group in row["adapts"] else ""
+    for group in operations.worker_groups(record):
+        name = group["name"]
+        sizes = [f"{name}={n:g}" for name, n in group["size"].items() if isinstance(n, (int, float))]
+        connected = (row["groups"] or {}).get(name, "-")
+        bounds = f", {adapts(*row['adapts'][name])}{later}" if name in row["adapts"] else ""
         noun = "Dask worker" if connected == 1 else "Dask workers"
-        lines.append(("group", f"{group}  {connected} {noun} connected{bounds}, {' '.join(sizes)}"))
+        lines.append(("group", f"{name}  {connected} {noun} connected{bounds}, {' '.join(sizes)}"))
+    doubt = "  if it still runs" if row["status"] == "stale" else ""
     for session, role in sessions.items():
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
-        lines.append(("session", f"{session}  {role}{owner}"))
+        lines.append(("session", f"{session}  {role}{owner}{doubt}"))
     _print(lines, usage)
 
 
@@ -196,11 +201,11 @@ async def ended(name: str | None, since: str | None, by: str | None, as_json: bo
     from dask_cml.records import operations
 
     after = 0.0 if since is None else time.time() - seconds("since", since)
-    clusters = [cluster for cluster in await operations.ended_clusters() if cluster.ended >= after]
-    if name is not None:
-        clusters = [cluster for cluster in clusters if cluster.name == name]
-    if by is not None:
-        clusters = [cluster for cluster in clusters if cluster.user == by]
+    clusters = [
+        cluster
+        for cluster in await operations.ended_clusters()
+        if cluster.ended >= after and name in (None, cluster.name) and by in (None, cluster.user)
+    ]
     if as_json:
         print_json([cluster.describe() for cluster in clusters])
     elif name is None:
@@ -284,54 +289,45 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
         session_logs = operations.session_logs(record)
         launched = [key for key in record.sessions.values() if key != "scheduler"]
     chosen = session_logs.choose(workers, launched) if workers else None
-    printer = _LogPrinter(warnings)
-    printer.print(session_logs.lines(chosen, whole=not follow), tail)
-    while follow and record is not None:
-        runs = not store.has_ended(record)
-        printer.print(session_logs.lines(chosen, whole=not runs))
-        if not runs:
-            break
-        time.sleep(_FOLLOW_INTERVAL)
-    if printer.last is None:
+    read = functools.partial(session_logs.lines, chosen)
+    followed = record if follow else None
+    last: str | None = None
+    for session, line in _lines(read, followed, tail, warnings):
+        if session != last:
+            if last is not None:
+                echo()
+            echo(f"==> {session} <==")
+            last = session
+        echo(line)
+    if last is None:
         what = "warnings" if warnings else "logs"
         echo(f"No {what} of cluster {name}" if record is None else f"No {what} of {name} yet", err=True)
-    if follow and record is not None:
+    if followed is not None:
         echo(f"Cluster {name} shut down", err=True)
 
 
-class _LogPrinter:
-    """Prints lines of several logs, below the names of their sessions."""
+def _lines(
+    read: Callable[..., Iterable[tuple[str, str]]], followed: Record | None, tail: int | None, warnings: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield lines of logs with their sessions, first the last `tail` lines of each, until a cluster ends."""
+    from dask_cml.records import store
+    from dask_cml.sessions.session_logs import CLUSTER, Warnings
 
-    def __init__(self, only_warnings: bool) -> None:
-        self._only_warnings = only_warnings
-        self._warnings: dict[str, Callable[[str], bool]] = {}
-        #: The session of the last line that was printed.
-        self.last: str | None = None
+    picks: defaultdict[str, Warnings] = defaultdict(Warnings)
 
-    def print(self, lines: Iterable[tuple[str, str]], tail: int | None = None) -> None:
-        """Print lines with their sessions, or the last `tail` lines of each session."""
-        wanted = self._wanted(lines)
-        if tail is not None:
-            ends: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=tail))
-            for session, line in wanted:
-                ends[session].append(line)
-            wanted = ((session, line) for session, end in ends.items() for line in end)
-        for session, line in wanted:
-            if session != self.last:
-                if self.last is not None:
-                    echo()
-                echo(f"==> {session} <==")
-                self.last = session
-            echo(line)
+    def is_wanted(line: tuple[str, str]) -> bool:
+        # The cluster's own log has no levels: it contains what its users were told.
+        return not warnings or line[0] == CLUSTER or picks[line[0]](line[1])
 
-    def _wanted(self, lines: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-        from dask_cml.sessions.session_logs import CLUSTER, Warnings
-
-        for session, line in lines:
-            is_warning = self._warnings.setdefault(session, Warnings())
-            # The cluster's own log has no levels: it contains what its users were told.
-            if not self._only_warnings or session == CLUSTER or is_warning(line):
-                yield session, line
+    first = filter(is_wanted, read(whole=followed is None))
+    for _, log in itertools.groupby(first, lambda line: line[0]):
+        yield from deque(log, maxlen=tail)
+    while followed is not None:
+        runs = not store.has_ended(followed)
+        yield from filter(is_wanted, read(whole=not runs))
+        if not runs:
+            break
+        time.sleep(_FOLLOW_INTERVAL)
 
 
 @cml.command()

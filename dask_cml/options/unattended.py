@@ -89,7 +89,7 @@ def typed(texts: Mapping[str, Any]) -> dict[str, Any]:
             read = str if name == "env" else _json_or_text
             values[name] = {key: read(value) for key, _, value in (pair.partition("=") for pair in text)}
         else:
-            values[name] = _json_or_text(text) if kind in ("integer", "number") else text
+            values[name] = _json_or_text(str(text)) if kind in ("integer", "number") else text
     return values
 
 
