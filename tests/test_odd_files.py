@@ -56,12 +56,11 @@ def write_ended(folder: Path, id: str, **fields: object) -> Path:
     return path
 
 
-def copied(folder: Path, to: str = "b", **fields: object) -> Path:
+def copied(folder: Path, to: str = "", **fields: object) -> Path:
     """Return the folder of another cluster, whose record has these fields."""
-    copy = folder.with_name(to)
-    shutil.copytree(folder, copy)
-    file = copy / RECORD_FILE
-    file.write_text(json.dumps({**json.loads(file.read_text()), "name": to, "id": "other", **fields}))
+    id = f"b{len(os.listdir(folder.parent))}"
+    copy = shutil.copytree(folder, folder.with_name(to or id))
+    changed(copy / RECORD_FILE, **{"name": copy.name, "id": id, **fields})
     return copy
 
 
@@ -74,129 +73,47 @@ def pipe(path: Path) -> Path:
     return path
 
 
-# Each puts something odd beside or into the folder, and returns what a warning names.
+def changed(file: Path, **fields: object) -> Path:
+    """Change fields of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return file
 
 
-def a_folder_whose_name_is_no_utf8(lab):
-    return copied(lab, NO_UTF8) / RECORD_FILE
-
-
-def a_surrogate_in_the_name_of_a_record(lab):
-    return copied(lab, name=SURROGATE) / RECORD_FILE
-
-
-def a_surrogate_in_other_texts_of_a_record(lab):
+@pytest.fixture
+def odd(lab):
+    """All that is odd, next to a cluster. Returns what warnings name."""
+    history, local = lab.parent / HISTORY_FOLDER, {"platform": "local"}
+    # What can be read, or is read by nobody here.
     copied(lab, maker={"host": SURROGATE, "pid": 1, "started": 1.0, "user": SURROGATE})
-
-
-def a_surrogate_in_the_path_of_the_logs(lab):
-    copied(lab, options={"platform": "local", "log_directory": f"/{SURROGATE}"})
-
-
-def a_surrogate_in_the_file_of_a_scheduler(lab):
-    file = copied(lab) / scheduler_file(0)
-    state = json.loads(file.read_text())
-    group = {"options": {"memory": None}, "adapt": {"minimum": None, "maximum": SURROGATE}}
-    changed = {"app_url": f"https://{SURROGATE}", "groups": {SURROGATE: group}, "closed": SURROGATE}
-    file.write_text(json.dumps({**state, **changed}))
-
-
-def options_of_none_in_a_record(lab):
+    copied(lab, options=local | {"log_directory": f"/{SURROGATE}"})
     names = ("cpu", "memory", "memory_limit", "idle_timeout", "scheduler_args", "log_directory")
-    copied(lab, options={**dict.fromkeys(names), "platform": "local"})
-
-
-def a_platform_that_is_no_text_in_a_record(lab):
-    return copied(lab, options={"platform": []}) / RECORD_FILE
-
-
-def a_path_of_the_logs_that_is_no_text(lab):
-    return copied(lab, options={"platform": "local", "log_directory": 3}) / RECORD_FILE
-
-
-def a_memory_of_none_in_the_file_of_a_scheduler(lab):
-    file = copied(lab) / scheduler_file(0)
-    state = json.loads(file.read_text())
-    file.write_text(json.dumps({**state, "workers": {"memory": None}}))
-    return file
-
-
-def a_pipe_in_place_of_a_folder(lab):
-    pipe(lab.with_name("b"))
-
-
-def a_pipe_in_place_of_a_record(lab):
-    return pipe(copied(lab) / RECORD_FILE)
-
-
-def a_pipe_in_place_of_the_file_of_a_scheduler(lab):
-    return pipe(copied(lab) / scheduler_file(0))
-
-
-def a_pipe_in_place_of_the_sessions(lab):
+    copied(lab, options=dict.fromkeys(names) | local)
+    group = {"options": {"memory": None}, "adapt": {"minimum": None, "maximum": SURROGATE}}
+    more = {"app_url": f"https://{SURROGATE}", "groups": {SURROGATE: group}, "closed": SURROGATE}
+    changed(copied(lab) / scheduler_file(0), **more)
+    pipe(lab.with_name("a-pipe"))
+    copied(lab, security={"tls_ca_file": str(pipe(lab.parent / "ca.pem"))})
     folder = copied(lab)
-    pipe(folder / SESSIONS_FOLDER)
-    return folder / RECORD_FILE
-
-
-def a_pipe_in_place_of_a_key(lab):
-    folder = copied(lab, security={"tls_ca_file": str(lab.with_name("b") / "ca.pem")})
-    pipe(folder / "ca.pem")
-
-
-def a_pipe_in_place_of_a_log(lab):
-    pipe(copied(lab) / LOGS_FOLDER / "b-scheduler.log")
-
-
-def a_file_of_the_history_whose_name_is_no_utf8(lab):
-    file = lab.parent / HISTORY_FOLDER / f"{NO_UTF8}.json"
-    file.write_text("{}")
-    return file
-
-
-def a_surrogate_in_the_history(lab):
-    write_ended(lab, "other", name=SURROGATE, why=SURROGATE, user=SURROGATE, log_directory=SURROGATE)
-
-
-def a_number_of_none_in_the_history(lab):
-    return write_ended(lab, "other", most_workers=None)
-
-
-def a_pipe_in_the_history(lab):
-    return pipe(lab.parent / HISTORY_FOLDER / "other.json")
-
-
-def a_pipe_in_place_of_a_log_in_the_history(lab):
+    pipe(folder / LOGS_FOLDER / f"{folder.name}-scheduler.log")
+    write_ended(lab, "surrogate", name=SURROGATE, why=SURROGATE, user=SURROGATE, log_directory=SURROGATE)
     write_ended(lab, "other")
-    make_folder(lab.parent / HISTORY_FOLDER / "other")
-    pipe(lab.parent / HISTORY_FOLDER / "other" / "cluster.log")
-
-
-OF_CLUSTERS = [
-    a_folder_whose_name_is_no_utf8,
-    a_surrogate_in_the_name_of_a_record,
-    a_surrogate_in_other_texts_of_a_record,
-    a_surrogate_in_the_path_of_the_logs,
-    a_surrogate_in_the_file_of_a_scheduler,
-    options_of_none_in_a_record,
-    a_platform_that_is_no_text_in_a_record,
-    a_path_of_the_logs_that_is_no_text,
-    a_memory_of_none_in_the_file_of_a_scheduler,
-    a_pipe_in_place_of_a_folder,
-    a_pipe_in_place_of_a_record,
-    a_pipe_in_place_of_the_file_of_a_scheduler,
-    a_pipe_in_place_of_the_sessions,
-    a_pipe_in_place_of_a_key,
-    a_pipe_in_place_of_a_log,
-]
-OF_THE_HISTORY = [
-    a_file_of_the_history_whose_name_is_no_utf8,
-    a_surrogate_in_the_history,
-    a_number_of_none_in_the_history,
-    a_pipe_in_the_history,
-    a_pipe_in_place_of_a_log_in_the_history,
-]
-odd_things = pytest.mark.parametrize("odd", [*OF_CLUSTERS, *OF_THE_HISTORY], ids=lambda odd: odd.__name__)
+    make_folder(history / "other")
+    pipe(history / "other" / "cluster.log")
+    no_utf8 = history / f"{NO_UTF8}.json"
+    no_utf8.write_text("{}")
+    return [
+        no_utf8,
+        copied(lab, NO_UTF8) / RECORD_FILE,
+        copied(lab, name=SURROGATE) / RECORD_FILE,
+        copied(lab, options={"platform": []}) / RECORD_FILE,
+        copied(lab, options=local | {"log_directory": 3}) / RECORD_FILE,
+        changed(copied(lab) / scheduler_file(0), workers={"memory": None}),
+        pipe(copied(lab) / RECORD_FILE),
+        pipe(copied(lab) / scheduler_file(0)),
+        pipe(copied(lab) / SESSIONS_FOLDER).with_name(RECORD_FILE),
+        write_ended(lab, "none", most_workers=None),
+        pipe(history / "pipe.json"),
+    ]
 
 
 def run(*arguments):
@@ -207,29 +124,17 @@ def run(*arguments):
     return result.output
 
 
-@pytest.mark.parametrize("odd", OF_CLUSTERS, ids=lambda odd: odd.__name__)
-def test_what_cannot_be_read_next_to_a_cluster_is_named_once(lab, odd, caplog):
-    named = odd(lab)
+def test_what_cannot_be_read_is_named_once(odd, caplog):
     for _ in range(2):
         assert "lab" in [record.name for record in store.records()]
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == [message for message in messages if f"{printable(str(named))} ignored: " in message]
-    assert len(messages) == (named is not None)
-
-
-@pytest.mark.parametrize("odd", OF_THE_HISTORY, ids=lambda odd: odd.__name__)
-def test_what_cannot_be_read_in_the_history_is_named_once(lab, odd, caplog):
-    named = odd(lab)
-    for _ in range(2):
         assert "night" in [cluster.name for cluster in ended_clusters()]
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == [message for message in messages if f"{printable(str(named))} ignored: " in message]
-    assert len(messages) == (named is not None)
+    for named in odd:
+        assert sum(f"{printable(str(named))} ignored: " in message for message in messages) == 1
+    assert len(messages) == len(odd)
 
 
-@odd_things
-def test_commands_show_clusters_beside_something_odd(lab, odd):
-    odd(lab)
+def test_commands_show_clusters_beside_something_odd(odd):
     assert "\nlab  " in run("list")
     assert '"name": "lab"' in run("list", "--json")
     assert "stale" in run("info", "lab")
@@ -242,23 +147,17 @@ def test_commands_show_clusters_beside_something_odd(lab, odd):
     "".join(names).encode()
 
 
-@odd_things
-def test_prune_deletes_a_dead_cluster_next_to_something_odd(lab, odd):
-    odd(lab)
+def test_prune_deletes_a_dead_cluster_next_to_something_odd(odd):
     assert "lab deleted" in run("prune")
 
 
-@odd_things
-def test_the_doctor_examines_clusters_next_to_something_odd(lab, odd):
-    odd(lab)
+def test_the_doctor_examines_clusters_next_to_something_odd(odd):
     findings = doctor.clusters.versions([], timeout=30)
     assert "cluster lab" in [finding.name for finding in findings]
 
 
-@odd_things
-async def test_the_page_and_the_sidebar_show_clusters_next_to_something_odd(lab, odd, caplog):
+async def test_the_page_and_the_sidebar_show_clusters_next_to_something_odd(odd, caplog):
     """The sidebar reads the records by the page's base class."""
-    odd(lab)
     clusters = ProjectClusters(interval=0.01)
     clusters.start()
     try:
@@ -266,6 +165,7 @@ async def test_the_page_and_the_sidebar_show_clusters_next_to_something_odd(lab,
             await asyncio.sleep(0.01)
         described = clusters.describe()
         assert {cluster["name"]: cluster["status"] for cluster in described}["lab"] == "stale"
+        assert len(described) > 5
         details = [await clusters.details(cluster["name"]) for cluster in described]
         ended = await clusters.ended()
         assert "night" in [cluster.name for cluster in ended]
