@@ -34,8 +34,7 @@ class _Commands(click.Group):
         except BrokenPipeError:  # click knows what to do
             raise
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
-            advice = error.advice if isinstance(error, LaunchRefused) else ""
-            raise click.ClickException(f"{first_line_of(error)}\n{advice}".strip()) from error
+            raise click.ClickException(words_of(error)) from error
         finally:
             show()
 
@@ -73,6 +72,12 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
     return printable(first_line(str(error))) or type(error).__name__
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's first line, and what a user can do in a shell."""
+    advice = error.advice if isinstance(error, LaunchRefused) else ""
+    return f"{first_line_of(error)}\n{advice}".strip()
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
