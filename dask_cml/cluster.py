@@ -72,8 +72,6 @@ _ASK_FOR_LESS = (
     "Ask for fewer or smaller workers. Or create the cluster without workers and scale it: it launches as "
     "many as there is room for. To see what runs, run `dask cml list`"
 )
-#: The clusters that :func:`close_all` closes in their own event loops.
-_closing: set[asyncio.Future[Any]] = set()
 
 
 @dataclass(frozen=True)
@@ -1027,7 +1025,7 @@ class CMLCluster(SpecCluster):
         """Launch the scheduler and all workers, and begin to look at them."""
         options = self.options
         try:
-            await start(self, strict=True, display=not self._quiet)
+            await start(self, strict=True)
         except LaunchRefused as error:
             raise LaunchRefused(error.name, error.reason, _ASK_FOR_LESS) from None
         self._begin_looking()
@@ -1506,19 +1504,11 @@ def close_all() -> None:
     errors = []
     for cluster in CMLCluster.open():
         try:
-            closing = cluster.close()
-            if closing is not None:  # in the cluster's own event loop, which goes on when this returns
-                task = asyncio.ensure_future(closing)
-                _closing.add(task)
-                task.add_done_callback(_closed)
+            if cluster.asynchronous:  # this is its event loop, which goes on when this returns
+                cluster.loop.add_callback(cluster.close)  # type: ignore[union-attr]
+            else:
+                cluster.close()
         except CMLError as error:
             errors.append(error)
     if errors:
         raise CMLError("; ".join(map(str, errors)))
-
-
-def _closed(task: asyncio.Future[Any]) -> None:
-    """Log the error of a task of :func:`close_all`, which nobody awaits."""
-    _closing.discard(task)
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s", error)

@@ -8,7 +8,7 @@ import html
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from markupsafe import Markup
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
-from dask_cml.sessions.session import CMLProcess, Session
+from dask_cml.sessions.session import Session
 from dask_cml.words import adapting, format_duration, idle, printable, waiting, waiting_workers
 
 # Dask looks for the templates of HTML representations here.
@@ -203,16 +203,10 @@ class StartDisplay:
 
     Parameters
     ----------
-    name : str
-        The cluster's name.
-    scheduler : CMLProcess
-        The scheduler.
+    cluster : CMLCluster
+        The cluster.
     names : collection of str
-        The names of the workers that are launched with it.
-    workers : mapping
-        The workers that are launched, by their names.
-    connected : callable
-        Returns the names of the sessions whose Dask workers are connected.
+        The names of the workers that are launched with its scheduler.
 
     Attributes
     ----------
@@ -220,18 +214,10 @@ class StartDisplay:
         A clause at the end of the line. Empty if there is none.
     """
 
-    def __init__(
-        self,
-        name: str,
-        scheduler: CMLProcess,
-        names: Collection[str],
-        workers: Mapping[str, Any],
-        connected: Callable[[], Collection[str]],
-    ) -> None:
+    def __init__(self, cluster: Any, names: Collection[str]) -> None:
         self.notice = ""
-        self._name = name
-        self._scheduler, self._names, self._workers = scheduler, names, workers
-        self._connected = connected
+        self._cluster, self._names = cluster, names
+        self._name: str = cluster.options.name
         self._started = time.monotonic()
         self._n_workers = "1 worker" if len(names) == 1 else f"{len(names) or 'no'} workers"
         self._out = sys.stderr
@@ -263,7 +249,7 @@ class StartDisplay:
 
     def line(self) -> str:
         """Return the status of the scheduler's session, and how many workers have each status."""
-        status = _status(self._scheduler, self._connected())
+        status = _status(self._cluster.scheduler, self._cluster.processes.arrived())
         line = f"Starting {self._name}, {self._lasted}: scheduler {status}"
         workers = self._workers_words() if self._names else self._n_workers
         return printable("; ".join(filter(None, [line, workers, self.notice])))
@@ -273,8 +259,8 @@ class StartDisplay:
         return format_duration(time.monotonic() - self._started)
 
     def _workers_words(self) -> str:
-        connected = self._connected()
-        statuses = [_status(self._workers.get(name), connected) for name in self._names]
+        connected, workers = self._cluster.processes.arrived(), self._cluster.workers
+        statuses = [_status(workers.get(name), connected) for name in self._names]
         counts = Counter(status.partition(" for ")[0] for status in statuses)  # without the time
         n_connected = f"{self._n_workers}: {counts.pop('connected', 0)} connected"
         return ", ".join([n_connected, *(f"{n} {status}" for status, n in counts.most_common())])
@@ -310,7 +296,7 @@ class StartDisplay:
 
     def _summary(self) -> str:
         text, n = printable(f"Cluster {self._name} started in {self._lasted}"), len(self._names)
-        if n == len(self._connected()):
+        if n == len(self._cluster.processes.arrived()):
             return f"{text} with {self._n_workers}"
         words = self._workers_words()
         if n == 1 and "queued" not in words:

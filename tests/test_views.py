@@ -62,7 +62,13 @@ def start_display(processes, name="c", connected=(), out=None):
     scheduler, *workers = processes
     by_name = {worker.name: worker for worker in workers}
     with contextlib.redirect_stderr(out):
-        return StartDisplay(name, scheduler, [*by_name], by_name, lambda: connected)
+        return StartDisplay(starting(name, scheduler, by_name, connected), [*by_name])
+
+
+def starting(name="c", scheduler=None, workers=(), connected=()):
+    """A cluster that starts."""
+    processes, options = SimpleNamespace(arrived=lambda: connected), SimpleNamespace(name=name)
+    return SimpleNamespace(options=options, scheduler=scheduler, workers=dict(workers), processes=processes)
 
 
 @pytest.fixture
@@ -98,7 +104,7 @@ def test_a_queued_scheduler_shows_for_how_long_it_waits(clock):
 
 
 def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
-    line = StartDisplay("c", process(0), [0], {}, lambda: ()).line()
+    line = StartDisplay(starting(scheduler=process(0)), [0]).line()
     assert line.endswith("; 1 worker: 0 connected, 1 not launched yet")
 
 

@@ -50,7 +50,7 @@ def scheduler_spec(options: Options) -> dict[str, Any]:
     return {"cls": CMLScheduler, "options": {"options": options}}
 
 
-async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
+async def start(cluster: Any, *, strict: bool) -> None:
     """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
 
     Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
@@ -60,9 +60,8 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
     cluster : CMLCluster
         The cluster.
     strict : bool
-        Whether a worker that is not launched is an error. Otherwise it is launched later.
-    display : bool
-        Whether to show the progress.
+        Whether a worker that is not launched is an error, and the progress is shown. Otherwise it is launched
+        later.
 
     Raises
     ------
@@ -81,8 +80,9 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         for group in (options, *options.groups().values()):
             await cluster.api.find_labels(group.launch_options)
         workers = {name: processes.make(name) for name in specs}
-    shown = StartDisplay(cluster.options.name, scheduler, specs, cluster.workers, processes.arrived)
-    showing = asyncio.create_task(shown.run()) if display else None
+    shown = StartDisplay(cluster, specs)
+    is_shown = strict and not cluster._quiet
+    showing = asyncio.create_task(shown.run()) if is_shown else None
     watching: asyncio.Task[None] | None = None
     asking = calls.start(api_v2.quota_left) if strict else None
     has_started = False
@@ -109,7 +109,7 @@ async def start(cluster: Any, *, strict: bool, display: bool = False) -> None:
         await cancel(watching, showing)
         if not has_started:
             await processes.stop_launching()
-        if display:
+        if is_shown:
             await shown.end(has_started)
     if shown.notice:
         cluster._tell(f"Cluster {cluster.options.name}: {shown.notice}")
