@@ -103,17 +103,14 @@ def cut_off(cluster: Any) -> Callable[[], None]:
 
 
 def is_connected(cluster: Any) -> bool:
-    """Return whether a cluster's connection to its scheduler stands."""
     return bool(cluster.sharing.is_connected)
 
 
 def scheduler_number(cluster: Any) -> int:
-    """Return the number of a cluster's scheduler: 0 for its first."""
     return int(cluster.place.number)
 
 
 def folder_of(cluster: Any) -> Path:
-    """Return the folder of a cluster's record."""
     folder: Path = cluster.place.folder
     return folder
 
@@ -125,12 +122,10 @@ def who_gave_up(cluster: Any) -> Mapping[str, Any]:
 
 
 def board_of(cluster: Any) -> Any:
-    """Return what a process knows of its cluster's targets and settings."""
     return cluster.sharing.board
 
 
 async def until_written(cluster: Any) -> None:
-    """Wait until the scheduler has what was asked of a cluster."""
     await cluster.sharing.written()
 
 
@@ -161,12 +156,10 @@ def arrived(cluster: CMLCluster) -> int:
 
 
 def connected(cluster: CMLCluster) -> set[str]:
-    """Return the names of the connected Dask workers."""
     return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
 
 
 def target(cluster: CMLCluster) -> int:
-    """Return the number of requested worker sessions of the default group."""
     return cluster.worker_groups["default"].n_workers
 
 
@@ -182,7 +175,6 @@ def adapting_of(cluster: CMLCluster, group: str = "default") -> dict[str, Any] |
 
 
 def name_of(session: dict[str, Any]) -> str:
-    """Return the name that a session of the platform has in its cluster."""
     return session["name"].rpartition(" ")[0]
 
 
@@ -192,7 +184,6 @@ def sessions(**keys: str) -> dict[str, Launch]:
 
 
 def new_record(name: str, **fields: Any) -> Record:
-    """Return the record of a new cluster in the state directory of the configuration."""
     return Record(name, folder=state_directory() / name, **fields)
 
 
@@ -358,17 +349,14 @@ def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:
 
 
 def waits(cluster: CMLCluster) -> list[float]:
-    """Return how long the queued worker sessions have waited, in seconds."""
     return cluster._view.waits()
 
 
 def wanted(cluster: CMLCluster, group: str = "default") -> list[str]:
-    """Return the names of the wanted workers of a group."""
     return [*cluster._view.workers_of(group)]
 
 
 def id_on_board(cluster: CMLCluster) -> str:
-    """Return the id by which the scheduler knows a cluster's process."""
     return cluster.sharing.link.id
 
 
@@ -421,7 +409,6 @@ def recorded(cluster: Any) -> Record | None:
 
 
 def record_of(cluster: Any) -> Record | None:
-    """Return the record by which a process knows its cluster."""
     found: Record | None = cluster.sharing.record
     return found
 
@@ -432,22 +419,14 @@ def follows(cluster: Any) -> bool:
 
 
 def spec_of(cluster: CMLCluster, group: str) -> dict[str, Any]:
-    """Return the spec of a new worker of a group, to be added by hand."""
     return cluster.groups.spec(group)
 
 
 def forget_session(cluster: CMLCluster, session: str) -> None:
-    """Let a process not know that it has launched a session."""
     cluster.api.forget(session)
 
 
-async def launch_worker(cluster: CMLCluster, name: str) -> None:
-    """Launch a worker, if it is wanted."""
-    await cluster.processes.launch_one(name)
-
-
 def start_time(cluster: CMLCluster, group: str) -> float:
-    """Return how long sessions of a group take to start, as far as this process knows."""
     return cluster.processes.start_time(group)
 
 
@@ -458,7 +437,6 @@ async def n_supplied(cluster: CMLCluster, group: str) -> int:
 
 
 def dashboard_listener(cluster: Any) -> Any:
-    """Return the socket of this machine at which a cluster's dashboard is forwarded."""
     return cluster.sharing._forwarder._listener
 
 
@@ -489,18 +467,11 @@ async def unsubscribe(cluster: Any) -> None:
 
 
 def is_subscribed(cluster: Any) -> bool:
-    """Return whether a process hears of Dask workers."""
     return bool(cluster.connection.is_subscribed)
 
 
 def loop_runs(cluster: Any) -> bool:
-    """Return whether the event loop of a cluster runs."""
     return cluster.loop is not None and bool(cluster.loop.asyncio_loop.is_running())
-
-
-def end_at_exit(cluster: CMLCluster, timeout: float) -> None:
-    """End a cluster as when the interpreter exits."""
-    cluster.ending.end_now(timeout=timeout)
 
 
 async def outlive_this_process(cluster: CMLCluster) -> None:

@@ -76,15 +76,12 @@ async def test_an_error_is_nobody_elses_if_the_wait_for_a_cancelled_task_is_canc
     assert unretrieved == []
 
 
-async def test_an_event_that_is_set_in_time_ends_the_wait():
+async def test_a_wait_ends_with_its_event_or_its_time():
     event = asyncio.Event()
     waiting = asyncio.create_task(wait_until_set(event, 60))
     await asyncio.sleep(0)
     event.set()
     assert await waiting is True
     assert await wait_until_set(event, 0) is True
-
-
-async def test_the_wait_for_an_event_has_an_end():
     assert await wait_until_set(asyncio.Event(), 0.01) is False
     assert asyncio.all_tasks() == {asyncio.current_task()}

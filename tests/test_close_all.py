@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 
 import pytest
 from clusters import live, make, simulate
@@ -34,39 +33,14 @@ def all_closed(platform):
     return all_closed
 
 
-async def test_another_thread_closes_an_asynchronous_cluster(all_closed):
-    cluster = await make(n_workers=1)
-    await asyncio.wait_for(asyncio.to_thread(cluster.close), PATIENCE)
-    all_closed(cluster, n_sessions=2)
-
-
-@pytest.mark.slow
-async def test_another_thread_leaves_an_asynchronous_cluster(platform, all_closed):
-    cluster = await make(name="mine", n_workers=1)
-    await asyncio.wait_for(asyncio.to_thread(cluster.leave), PATIENCE)
-    assert cluster.status.name == "closed"
-    assert len(live(platform)) == 2
-    again = await CMLCluster.from_name("mine", asynchronous=True, quiet=True)
-    await asyncio.wait_for(asyncio.to_thread(again.shutdown), PATIENCE)
-    all_closed(again, n_sessions=2)
-
-
-@pytest.mark.slow
-async def test_close_all_in_an_event_loop_closes_its_clusters_there(all_closed, holds):
+async def test_another_thread_closes_the_clusters_of_an_event_loop(all_closed):
     clusters = [await make(n_workers=1), await make()]
-    dask_cml.close_all()
-    await holds(lambda: all(cluster.status.name == "closed" for cluster in clusters))
-    all_closed(*clusters, n_sessions=3)
-
-
-@pytest.mark.slow
-async def test_close_all_in_another_thread_closes_the_clusters_of_an_event_loop(all_closed):
-    clusters = [await make(n_workers=1), await make()]
+    await asyncio.wait_for(asyncio.to_thread(clusters[0].close), PATIENCE)
     await asyncio.wait_for(asyncio.to_thread(dask_cml.close_all), PATIENCE)
     all_closed(*clusters, n_sessions=3)
 
 
-@pytest.mark.parametrize("is_loop_closed", [True, False])
+@pytest.mark.parametrize("is_loop_closed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, is_loop_closed):
     async def main():
         return await make(n_workers=1)
@@ -78,31 +52,6 @@ def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, is_loo
     dask_cml.close_all()
     loop.close()
     all_closed(cluster, n_sessions=2)
-
-
-@pytest.mark.slow
-def test_close_all_in_one_event_loop_closes_the_cluster_of_another(all_closed):
-    async def main():
-        clusters.append(await make(n_workers=1))
-        made.set()
-        while not closed.is_set():
-            await asyncio.sleep(0.01)
-
-    async def close():
-        clusters.append(await make())
-        dask_cml.close_all()
-        closed.set()
-        while clusters[1].status.name != "closed":
-            await asyncio.sleep(0.01)
-
-    clusters, made, closed = [], threading.Event(), threading.Event()
-    thread = threading.Thread(target=asyncio.run, args=[main()])
-    thread.start()
-    assert made.wait(PATIENCE)
-    asyncio.run(asyncio.wait_for(close(), PATIENCE))
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-    all_closed(*clusters, n_sessions=3)
 
 
 @simulated

@@ -44,15 +44,20 @@ async def is_asynchronous(cluster):
     return cluster.asynchronous
 
 
-def test_its_event_loop_runs_in_a_thread_that_its_client_shares(cluster):
+def test_its_client_shares_its_event_loop_and_its_keys(cluster):
     assert cluster.loop.asyncio_loop.is_running()
     with Client(cluster) as client:
         assert client.loop is cluster.loop
         assert not client.asynchronous
+        assert client.security == cluster.security
+        assert client.submit(sum, [1, 2]).result() == 3
+    memory = 2 * cluster.options.worker_memory
+    assert f"workers=2, threads=2, memory={memory:.2f} GiB" in repr(cluster)
     assert not cluster.asynchronous
     assert cluster.sync(is_asynchronous, cluster)
 
 
+@pytest.mark.slow
 def test_get_client_returns_the_present_client_of_the_cluster(cluster):
     with cluster.get_client() as first:
         assert first.cluster is cluster
@@ -61,18 +66,7 @@ def test_get_client_returns_the_present_client_of_the_cluster(cluster):
             assert cluster.get_client() is second is not first
 
 
-def test_a_client_has_the_keys_of_the_cluster(cluster):
-    with Client(cluster) as client:
-        assert client.security == cluster.security
-        assert client.submit(sum, [1, 2]).result() == 3
-
-
-def test_its_representation_counts_workers_threads_and_memory(cluster):
-    memory = 2 * cluster.options.worker_memory
-    assert f"workers=2, threads=2, memory={memory:.2f} GiB" in repr(cluster)
-    assert cluster.scheduler_address in repr(cluster)
-
-
+@pytest.mark.slow
 def test_the_widget_runs_in_the_clusters_loop(cluster):
     ipywidgets = pytest.importorskip("ipywidgets")
 
@@ -87,6 +81,7 @@ def test_the_widget_runs_in_the_clusters_loop(cluster):
     assert cluster.periodic_callbacks["cluster-repr"].io_loop is cluster.loop
 
 
+@pytest.mark.slow
 def test_without_ipywidgets_it_is_shown_as_html(cluster, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.delattr(cluster, "_cached_widget", raising=False)
@@ -113,16 +108,7 @@ def test_dasks_own_exit_hook_closes_it(platform):
 # -- a cluster in an event loop
 
 
-@simulated
-async def test_its_workers_are_gone_at_the_end_of_the_block(it):
-    async with simulate(n_workers=2) as cluster:
-        workers = cluster.workers
-        assert len(workers) == 2
-    assert workers == {}
-    with pytest.raises(RuntimeError, match="already closed or closing Cluster"):
-        Client(cluster, asynchronous=True)
-
-
+@pytest.mark.slow
 async def test_it_leaves_no_task_in_the_event_loop(platform, holds):
     before = asyncio.all_tasks()
     async with make(n_workers=1, **LIGHT) as cluster:
@@ -130,15 +116,6 @@ async def test_it_leaves_no_task_in_the_event_loop(platform, holds):
         await holds(lambda: arrived(cluster) == 1)
         assert asyncio.all_tasks() > before
     await holds(lambda: asyncio.all_tasks() - before <= {asyncio.current_task()})
-
-
-@simulated
-async def test_clusters_are_equal_if_they_are_the_same(it):
-    async with simulate() as one, simulate(name="mine") as other:
-        assert isinstance(one.name, str)
-        assert other.name == "mine"
-        assert one == one != other
-        assert other != "mine"
 
 
 @simulated

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import re
 import signal
 import subprocess
 import textwrap
 import threading
-import warnings
 
 import pytest
-from clusters import end_at_exit, loop_runs, simulate
+from clusters import loop_runs, simulate
 from distributed.core import Status
 from programs import PATIENCE, Program
 from simulated.testing import eventually, simulated
@@ -207,29 +205,18 @@ def work():
     cluster = CMLCluster(n_workers=0, quiet=True)
     made.set()
     time.sleep(3600)
-async def work_asynchronously():
-    global cluster
-    cluster = await CMLCluster(n_workers=0, quiet=True, asynchronous=True)
-    made.set()
-    await asyncio.sleep(3600)
 made = threading.Event()
 other = CMLCluster(n_workers=0, quiet=True)
-threading.Thread(target={target}).start()
+threading.Thread(target=work).start()
 made.wait()
 threading.Thread(target=disturb, daemon=True).start()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "signum"),
-    [("work", signal.SIGTERM), ("lambda: asyncio.run(work_asynchronously())", signal.SIGINT)],
-    ids=["sync", "async"],
-)
-def test_a_signal_ends_a_program_that_waits_for_the_thread_of_a_cluster(
-    platform, all_stopped, target, signum
-):
-    returned, _, err = Program(WAITS_FOR_A_THREAD.format(target=target, signum=int(signum))).ends()
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_program_that_waits_for_the_thread_of_a_cluster(platform, all_stopped, signum):
+    returned, _, err = Program(WAITS_FOR_A_THREAD.format(signum=int(signum))).ends()
     if signum == signal.SIGTERM:
         assert (returned, err) == (128 + signal.SIGTERM, "")
     else:  # as if Python itself had waited for the thread
@@ -277,14 +264,10 @@ def test_a_program_names_the_sessions_that_it_could_not_stop_at_exit(platform):
 
 
 FORKS = {
-    "os.fork, close": """
-        if os.fork() == 0:
-            cluster.close()
-            os._exit(0)
-    """,
     "os.fork in a block": """
         with cluster:
             if os.fork() == 0:
+                cluster.close()
                 sys.exit()
             assert os.wait()[1] == 0
             cluster.scale(2)
@@ -326,23 +309,6 @@ async def test_close_stops_thirty_workers_by_one_call(it):
         await eventually(lambda: len(it.platform.running) == 31)
     [ids] = it.platform.arguments("stop_workers")
     assert sorted(ids) == sorted(it.platform.all)
-
-
-def test_close_without_an_event_loop_leaves_no_coroutine_unawaited(platform):
-    """As when a block is collected whose event loop has ended."""
-
-    async def make_cluster():
-        return CMLCluster(platform="local", asynchronous=True)
-
-    cluster = asyncio.run(make_cluster())
-    gc.collect()  # what other tests have left
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with pytest.raises(StopIteration):  # as a coroutine that has ended
-            cluster._close().send(None)
-        gc.collect()
-    assert warned == []
-    end_at_exit(cluster, timeout=1)
 
 
 # -- the handler of SIGTERM

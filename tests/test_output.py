@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -118,23 +119,17 @@ def test_a_cluster_goes_on_whatever_becomes_of_its_output(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_no_word_is_lost_after_one_that_could_not_be_written(monkeypatch, capsys, name):
+    def emit(error):
+        raise error
+
     with closed() as out, monkeypatch.context() as patch:
         patch.setattr(sys, name, out)
         output.say("lost", to_stderr=name == "stderr")
+    for error in RuntimeError("no logs"), SystemExit(1):  # of log handlers
+        output.write(functools.partial(emit, error))
     output.say("written", to_stderr=name == "stderr")
     assert output.flush(60)
     assert getattr(capsys.readouterr(), name[3:]) == "written\n"
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no logs"), SystemExit(1)])
-def test_no_word_is_lost_after_a_log_handler_that_raises_or_exits(capsys, error):
-    def emit():
-        raise error
-
-    output.write(emit)
-    output.say("written")
-    assert output.flush(60)
-    assert capsys.readouterr().out == "written\n"
 
 
 def test_nothing_that_is_said_or_logged_steers_a_terminal(capsys):
@@ -187,7 +182,11 @@ def test_a_cluster_goes_on_whatever_the_handlers_of_its_logs_do(tmp_path):
 async def test_a_start_goes_on_whatever_becomes_of_standard_error(monkeypatch, kind):
     with kind() as out:
         monkeypatch.setattr(sys, "stderr", out)
-        display = StartDisplay("mine", SimpleNamespace(waits_for=None), [], {}, lambda: ())
+        scheduler, processes = SimpleNamespace(waits_for=None), SimpleNamespace(arrived=list)
+        options = SimpleNamespace(name="mine")
+        display = StartDisplay(
+            SimpleNamespace(options=options, scheduler=scheduler, workers={}, processes=processes), []
+        )
         showing = asyncio.create_task(display.run())
         await asyncio.sleep(0.1)
         await cancel(showing)
@@ -271,7 +270,9 @@ print(interrupted)
 """
 
 
-@pytest.mark.parametrize("begins", [(), ("begins",)], ids=["later", "at the first words"])
+@pytest.mark.parametrize(
+    "begins", [pytest.param((), marks=pytest.mark.slow), ("begins",)], ids=["later", "first"]
+)
 def test_a_signals_handler_may_log_wherever_it_interrupts_the_program(begins):
     """Before each line, in turn, of what writes words, and of the locks and threads that it uses."""
     command = [sys.executable, "-c", SIGNAL, *begins]
@@ -330,6 +331,7 @@ class Notebook:
         return True
 
 
+@pytest.mark.slow
 def test_lines_of_a_cluster_appear_below_the_cell_that_runs_or_ran_last(platform):
     notebook = Notebook()
     try:

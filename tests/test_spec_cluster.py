@@ -29,8 +29,8 @@ from clusters import (
     NOTEBOOK,
     arrived,
     board_of,
+    create_elsewhere,
     is_keeper,
-    launch_worker,
     limits,
     n_connected,
     rebuild,
@@ -95,53 +95,18 @@ async def test_the_spec_is_what_is_wanted_and_workers_are_its_instances(it):
         await eventually(lambda: names(cluster) == {*cluster.worker_spec})
 
 
-async def await_it(cluster):
-    await cluster
-
-
-async def correct_its_state(cluster):
-    await cluster._correct_state()
-
-
-@pytest.mark.parametrize("align", [await_it, correct_its_state])
 @simulated
-async def test_what_exists_follows_a_changed_spec(it, align):
+async def test_what_exists_follows_a_changed_spec(it):
     async with simulate(name="mine", n_workers=1) as cluster:
         cluster.worker_spec.update(cluster.new_worker_spec())
-        await align(cluster)
+        await cluster
         assert {*cluster.workers} == {"mine-0", "mine-1"}
         await eventually(lambda: arrived(cluster) == 2)
         del cluster.worker_spec["mine-0"]
-        await align(cluster)
+        await cluster._correct_state()
         await eventually(lambda: {*cluster.workers} == {"mine-1"} == names(cluster))
         assert len(it.platform.live) == 2
         assert target(cluster) == 1
-
-
-@simulated
-async def test_scale_adds_workers_of_the_given_form(it):
-    async with simulate(name="mine") as cluster:
-        assert cluster.worker_spec == {}
-        cluster.scale(3)
-        form = cluster.new_spec
-        assert cluster.worker_spec == {"mine-0": form, "mine-1": form, "mine-2": form}
-        assert cluster.workers == {}
-        await cluster
-        assert {*cluster.workers} == {*cluster.worker_spec}
-
-
-@simulated
-async def test_the_spec_need_not_be_uniform(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        small = cluster.new_spec
-        large = {**small, "options": {**small["options"], "memory": 8}}
-        cluster.worker_spec["large"] = large
-        await cluster
-        await eventually(lambda: names(cluster) == {"mine-0", "large"})
-        sizes = {session.name: session.size.memory for session in cluster.sessions[1:]}
-        assert sizes == {"mine-0": 2, "large": 8}
-        cluster.scale(0)
-        await eventually(lambda: not cluster.workers)
 
 
 def sizes(cluster):
@@ -176,15 +141,6 @@ async def test_a_worker_is_replaced_by_its_own_spec(it):
         assert target(cluster) == 3
         cluster.scale(0)
         await eventually(lambda: not cluster.workers)
-
-
-def sizes_of(it):
-    """The memory of the worker sessions that run, in GiB."""
-    return sorted(
-        it.platform.all[session].launched_with["memory"]
-        for name, session in it.platform.running.items()
-        if not name.endswith("scheduler")
-    )
 
 
 @simulated
@@ -238,7 +194,7 @@ async def test_an_entry_of_several_dask_workers_has_the_suffixes_of_their_names(
 
 
 @simulated
-async def test_other_classes_may_be_in_the_spec(it):
+async def test_other_classes_may_be_in_the_spec_and_beside_them_a_group_adapts(it, caplog):
     async with simulate(name="mine", n_workers=1) as cluster:
         cluster.worker_spec["other"] = {"cls": Elsewhere, "options": {"size": "large"}}
         cluster.worker_spec["another"] = {"cls": Elsewhere}
@@ -250,34 +206,12 @@ async def test_other_classes_may_be_in_the_spec(it):
         await cluster._correct_state()
         assert "other" not in cluster.workers
         assert other.state == "closed"
-        await asyncio.sleep(30.0)
-        assert {*cluster.workers} == {"mine-0", "another"}
-    assert another.state == "closed"
-
-
-@simulated
-async def test_a_group_adapts_beside_a_worker_of_another_class(it, caplog):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        cluster.worker_spec["other"] = {"cls": Elsewhere}
-        await cluster
         cluster.adapt(3, 4, interval="1s")
         await eventually(lambda: arrived(cluster) == 2)
-        await asyncio.sleep(5)
-        assert {*cluster.workers} == {"mine-0", "mine-1", "other"}
+        await asyncio.sleep(30.0)
+        assert {*cluster.workers} == {"mine-0", "mine-1", "another"}
         assert "Adaptive scaling of cluster mine failed" not in caplog.text
-
-
-@simulated
-async def test_names_may_be_numbers_as_in_the_examples_of_speccluster(it):
-    async with simulate(name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
-        cluster.worker_spec[7] = cluster.new_spec
-        await cluster
-        await eventually(lambda: names(cluster) == names(remote) == {"mine-0", "7"})
-        await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
-        assert remote.problem is cluster.problem is None
-        assert 7 in cluster.worker_spec
-        del cluster.worker_spec[7]
-        await eventually(lambda: arrived(cluster) == arrived(remote) == 1)
+    assert another.state == "closed"
 
 
 class Numbered(CMLCluster):
@@ -286,13 +220,20 @@ class Numbered(CMLCluster):
 
 
 @simulated
-async def test_a_subclass_may_number_the_workers_as_speccluster_does(it):
-    async with simulate(Numbered, name="mine", n_workers=2) as cluster:
-        await eventually(lambda: names(cluster) == {"0", "1"})
+async def test_names_may_be_numbers_as_in_the_examples_of_speccluster(it):
+    async with simulate(Numbered, name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
+        cluster.worker_spec[7] = cluster.new_spec
+        await cluster
+        await eventually(lambda: names(cluster) == names(remote) == {"0", "7"})
+        await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
+        assert remote.problem is cluster.problem is None
         it.platform.evict(cluster.workers["0"].session_id)
-        await eventually(lambda: names(cluster) == {"1", "2"})
-        cluster.scale(1)
-        await eventually(lambda: len(cluster.workers) == len(names(cluster)) == 1)
+        await eventually(lambda: names(cluster) == {"1", "7"})
+        assert 7 in cluster.worker_spec
+        del cluster.worker_spec[7]
+        await eventually(lambda: arrived(cluster) == arrived(remote) == 1)
+        cluster.scale(0)
+        await eventually(lambda: not cluster.workers)
 
 
 @simulated
@@ -315,59 +256,18 @@ async def test_dasks_own_workers_may_be_in_the_spec_by_the_name_of_their_class(i
 # -- what subclasses may do
 
 
-class Named(CMLCluster):
-    def _new_worker_name(self, worker_number):
-        return f"prefix-{self.name}-{worker_number}-suffix"
-
-
 @simulated
-async def test_a_subclass_may_name_the_workers(it):
-    async with simulate(Named, name="mine", n_workers=1) as cluster:
-        cluster.scale(2)
-        await cluster
-        first, second = (f"prefix-mine-{i}-suffix" for i in range(2))
-        assert [*cluster.worker_spec] == [first, second]
-        await eventually(lambda: names(cluster) == {first, second})
-        assert arrived(cluster) == target(cluster) == 2
-        it.platform.evict(cluster.workers[first].session_id)
-        await eventually(lambda: names(cluster) == {second, "prefix-mine-2-suffix"})
-        cluster.scale(1)
-        await eventually(lambda: len(cluster.workers) == len(names(cluster)) == 1)
-
-
-@simulated
-async def test_the_next_keeper_takes_over_workers_of_any_name(it):
-    async def create():
-        async with simulate(Named, name="mine", n_workers=2) as cluster:
-            await eventually(lambda: arrived(cluster) == 2)
-            created.set()
-            await asyncio.Event().wait()
-
-    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
-    creator.start(create())
-    await created.wait()
-    before = {*it.platform.live}
-    async with simulate(Named, name="mine", create_mode="connect", shutdown_on_close=True) as cluster:
-        creator.kill()
-        await eventually(lambda: is_keeper(cluster))
-        cluster.scale(3)
-        await eventually(lambda: arrived(cluster) == 3)
-        assert {*cluster.workers} == {f"prefix-mine-{i}-suffix" for i in range(3)}
-        assert before <= {*it.platform.live}
-
-
-class Growing(CMLCluster):
-    def new_worker_spec(self):
-        [(name, spec)] = super().new_worker_spec().items()
-        return {name: {**spec, "options": {**spec["options"], "memory": 1 + len(self.worker_spec)}}}
-
-
-@simulated
-async def test_a_subclass_may_make_each_spec(it):
-    async with simulate(Growing, name="mine", n_workers=1) as cluster:
-        cluster.scale(3)
-        await cluster
-        assert [session.size.memory for session in cluster.sessions[1:]] == [1, 2, 3]
+async def test_scale_adds_workers_of_the_given_form_whose_plan_is_at_first_neither_requested_nor_observed(it):
+    async with simulate(name="mine") as cluster:
+        with it.platform.held("launch_workers"):
+            cluster.scale(2)
+            form = cluster.new_spec
+            assert cluster.worker_spec == {"mine-0": form, "mine-1": form}
+            assert cluster.plan == {"mine-0", "mine-1"}
+            assert cluster.requested == cluster.observed == set()
+        await eventually(lambda: cluster.requested == cluster.plan)
+        assert cluster.observed == set()
+        await eventually(lambda: cluster.observed == cluster.plan)
 
 
 class Noted(CMLWorker):
@@ -378,41 +278,53 @@ class NotedScheduler(CMLScheduler):
     """A scheduler whose class a subclass of the cluster has chosen."""
 
 
-class Choosing(CMLCluster):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.new_spec["cls"] = Noted
-        self.scheduler_spec["cls"] = NotedScheduler
+class Own(CMLCluster):
+    """A cluster that chooses names, sizes and classes."""
 
-
-@simulated
-async def test_a_subclass_may_choose_the_classes_of_scheduler_and_workers(it):
-    async with simulate(Choosing, name="mine", n_workers=1) as cluster:
-        assert type(cluster.scheduler) is NotedScheduler
-        cluster.scale(2)
-        await eventually(lambda: arrived(cluster) == 2)
-        it.platform.evict(cluster.workers["mine-0"].session_id)
-        await eventually(lambda: names(cluster) == {"mine-1", "mine-2"})
-        assert {type(worker) for worker in cluster.workers.values()} == {Noted}
-
-
-class Replacing(CMLCluster):
     def __init__(self, **options):
         super().__init__(**options)
         self.new_spec = {**self.new_spec, "cls": Noted}
+        self.scheduler_spec["cls"] = NotedScheduler
+
+    def _new_worker_name(self, worker_number):
+        return f"prefix-{self.name}-{worker_number}-suffix"
+
+    def new_worker_spec(self):
+        [(name, spec)] = super().new_worker_spec().items()
+        return {name: {**spec, "options": {**spec["options"], "memory": 1 + len(self.worker_spec)}}}
 
 
 @simulated
-async def test_the_form_of_new_workers_may_be_replaced(it):
-    async with simulate(Replacing, name="mine") as cluster:
+async def test_a_subclass_may_choose_names_specs_and_classes(it):
+    async with simulate(Own, name="mine", n_workers=1) as cluster:
+        assert type(cluster.scheduler) is NotedScheduler
+        cluster.scale(3)
+        await cluster
+        assert [session.size.memory for session in cluster.sessions[1:]] == [1, 2, 3]
+        own = [f"prefix-mine-{i}-suffix" for i in range(4)]
+        assert [*cluster.worker_spec] == own[:3]
+        await eventually(lambda: names(cluster) == {*own[:3]})
+        assert arrived(cluster) == target(cluster) == 3
+        it.platform.evict(cluster.workers[own[0]].session_id)
+        await eventually(lambda: names(cluster) == {*own[1:]})
+        assert {type(cluster.workers[name]) for name in own[1:3]} == {Noted}
+        assert repr(cluster).startswith("Own(mine, 'tcp://")
+        assert "Own" in cluster._repr_html_()
         cluster.scale(1)
-        await cluster
-        assert type(cluster.workers["mine-0"]) is Noted
-        await eventually(lambda: arrived(cluster) == 1)
-        cluster.new_spec = {"cls": Elsewhere}
-        cluster.scale(2)
-        await cluster
-        assert type(cluster.workers["mine-1"]) is Elsewhere
+        await eventually(lambda: len(cluster.workers) == len(names(cluster)) == 1)
+
+
+@simulated
+async def test_the_next_keeper_takes_over_workers_of_any_name(it):
+    creator = await create_elsewhere(it, Own, name="mine", n_workers=2)
+    before = {*it.platform.live}
+    async with simulate(Own, name="mine", create_mode="connect", shutdown_on_close=True) as cluster:
+        creator.kill()
+        await eventually(lambda: is_keeper(cluster))
+        cluster.scale(3)
+        await eventually(lambda: arrived(cluster) == 3)
+        assert {*cluster.workers} == {f"prefix-mine-{i}-suffix" for i in range(3)}
+        assert before <= {*it.platform.live}
 
 
 class BrokenError(Exception):
@@ -493,25 +405,6 @@ async def test_the_status_is_that_of_speccluster(it):
 
 
 @simulated
-async def test_plan_requested_and_observed_differ_while_workers_start(it):
-    async with simulate(name="mine") as cluster:
-        with it.platform.held("launch_workers"):
-            cluster.scale(2)
-            assert cluster.plan == {"mine-0", "mine-1"}
-            assert cluster.requested == cluster.observed == set()
-        await eventually(lambda: cluster.requested == cluster.plan)
-        assert cluster.observed == set()
-        await eventually(lambda: cluster.observed == cluster.plan)
-
-
-@simulated
-async def test_the_launch_of_a_worker_that_nobody_wants_any_more_launches_nothing(it):
-    async with simulate(name="mine") as cluster:
-        await launch_worker(cluster, "mine-0")  # which another thread has dropped a moment before
-        assert it.platform.count("launch_workers") == 1
-
-
-@simulated
 async def test_scale_and_scale_down_as_dask_calls_them(it):
     async with simulate(name="mine") as cluster:
         await cluster.scale_up(3)
@@ -526,27 +419,6 @@ async def test_scale_and_scale_down_as_dask_calls_them(it):
         await cluster.scale_up(memory="4 GiB")
         assert {*cluster.worker_spec} == {"mine-1", "mine-3", "mine-gpu-0"}
         assert limits(cluster) is None
-
-
-@simulated
-async def test_scheduler_info_is_the_schedulers(it):
-    async with simulate(n_workers=2) as cluster:
-        scheduler = scheduler_of(it, cluster)
-        assert cluster.scheduler_info["id"] == scheduler.id
-        await eventually(lambda: len(names(cluster)) == 2)
-        known = scheduler.identity()
-        assert {*cluster.scheduler_info["workers"]} == {*known["workers"]}
-        assert cluster.scheduler_info["services"] == known["services"]
-
-
-@simulated
-async def test_a_subclass_has_its_own_name_in_the_representation(it):
-    async with simulate(Named, name="mine", n_workers=1, cpu=2, processes=2, worker_args=[]) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        assert repr(cluster).startswith("Named(mine, 'tcp://")
-        assert "workers=2, threads=2" in repr(cluster)
-        assert cluster.scheduler_address in repr(cluster)
-        assert "Named" in cluster._repr_html_()
 
 
 @simulated
@@ -565,8 +437,22 @@ async def test_a_cluster_is_shown_at_any_time(it):
     await cluster.close()
     assert is_shown()
     cluster = simulate()
-    await cluster.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await cluster.close()
     assert is_shown()
+
+
+@simulated
+async def test_a_closed_cluster_is_shown_with_what_it_used_and_without_what_is_gone(it):
+    async with simulate(scheduler_args=["--no-dashboard"]) as cluster:
+        assert cluster.dashboard_link == ""
+    html = cluster._repr_html_()
+    for text in repr(cluster), html:
+        assert re.search(r"closed after [\d.]+ (s|min); 1 session, 0\.\d\d vCPU hours", text)
+    assert "Sessions:" not in html
+    assert 'colspan="2"' not in html
+    assert '<strong>Dashboard:</strong> <a href=""' in html
 
 
 @simulated
@@ -586,23 +472,6 @@ async def test_the_widget_shows_the_mode_and_the_workers(it):
 
 
 # -- start and end
-
-
-@simulated
-async def test_a_worker_that_is_closed_or_whose_session_ends_is_replaced(it):
-    async with simulate(name="mine", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
-        await cluster.workers["mine-0"].close()
-        await eventually(lambda: names(cluster) == {"mine-1", "mine-2"} == {*cluster.workers})
-        assert {*cluster.worker_spec} == {*cluster.workers}
-
-
-@simulated
-async def test_closing_before_the_start_warns_of_nothing(it):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        await simulate(n_workers=1).close()
-    assert it.platform.all == {}
 
 
 @simulated

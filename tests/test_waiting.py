@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import re
 import sys
-from datetime import timedelta
 
 import clusters
 import dask
 import pytest
-from click.testing import CliRunner
 from clusters import arrived, log_of, simulate, waits
 from distributed import Client
+from simulated.shell import shell
 from simulated.testing import eventually, simulated
 from testbed import faults
 
-from dask_cml.cli import cml
 from dask_cml.sessions import session
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -32,100 +29,41 @@ def impatience(monkeypatch):
         yield
 
 
-@pytest.fixture
-def room(platform):
-    """Give room to so many sessions; the others wait."""
-
-    def room(n):
-        platform.configure(quota={"sessions": n}, over_quota="wait")
-
-    return room
-
-
-def make(**options):
-    return clusters.make(cpu=1, memory=1, **options)
-
-
-async def listed(name, **expected):
-    """What `dask cml list` says of a cluster, for programs and for people, as soon as it says this."""
-
-    def ask(*arguments):
-        result = CliRunner().invoke(cml, ["list", *arguments])
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    async def wait():
-        while True:
-            [row] = json.loads(await asyncio.to_thread(ask, "--json"))
-            assert row["name"] == name
-            if row.items() >= expected.items():
-                return await asyncio.to_thread(ask)
-
-    return await asyncio.wait_for(wait(), 60)
-
-
-@pytest.mark.slow
-async def test_six_workers_where_one_has_room(platform, room, holds):
-    room(2)
-    async with make(n_workers=6) as cluster:
-        await holds(lambda: arrived(cluster) == 1 and len(waits(cluster)) == 5)
+@simulated
+async def test_six_workers_where_one_has_room(it):
+    it.platform.configure({"sessions": 2}, waits_for_room=True)
+    async with simulate(name="lab", n_workers=6) as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and len(waits(cluster)) == 5)
         before = {session.id for session in cluster.sessions}
-        for worker in cluster.workers.values():  # as if an hour had passed
-            worker.launched_at -= 3600
-            worker.since -= timedelta(hours=1)
-        for _ in range(3):
-            await cluster
+        await asyncio.sleep(3600)
+        await cluster
         assert "workers=1 (5 queued for 60 min)" in repr(cluster)
-        assert "5 queued for 60 min" in cluster._repr_html_()
         assert cluster._repr_html_().count("queued for 60 min") == 6
-        # The files are written later.
-        text = await listed(cluster.name, status="running", workers=1, waiting=5)
-        assert "1 (5 queued for " in text
-        await holds(lambda: "worker sessions queued" in log_of(cluster))
-        [n] = re.findall(r"(\d+) of 6 worker sessions queued", log_of(cluster))
-        assert 1 <= int(n) <= 5  # those that had waited long enough when the line was logged
-        assert "failed" not in log_of(cluster)
+        assert "1 (5 queued for " in await shell("list")
+        assert ": 5 of 6 worker sessions queued" in log_of(cluster)
         assert {session.id for session in cluster.sessions} == before
-        assert len(platform.sessions()) == 7
-        room(3)
-        await holds(lambda: arrived(cluster) == 2)
-        assert len(platform.sessions()) == 7
+        it.platform.configure({"sessions": 3}, waits_for_room=True)
+        await eventually(lambda: arrived(cluster) == 2)
         cluster.scale(2)
-        await holds(lambda: len(cluster.workers) == 2)
+        await eventually(lambda: len(cluster.workers) == 2)
         assert arrived(cluster) == 2
         assert "failed" not in log_of(cluster)
-    assert len(platform.sessions()) == 7
+    assert len(it.platform.all) == 7
 
 
-@pytest.fixture
-async def starting(room, holds):
-    """A cluster whose scheduler waits for room, and its start."""
-    room(0)
-    cluster = make(n_workers=1)
+@simulated
+async def test_a_scheduler_that_waits_for_room_is_shown_so_and_workers_that_are_earlier_connect(it):
+    it.platform.configure({"sessions": 0}, waits_for_room=True)
+    cluster = simulate(name="lab", n_workers=1)
     start = asyncio.ensure_future(cluster)
-    await holds(lambda: cluster.scheduler is not None and cluster.scheduler.waits_for)
-    yield cluster, start
-    room(2)
-    await start
-    await cluster.close()
-
-
-@pytest.mark.slow
-async def test_workers_that_are_earlier_than_a_scheduler_that_waits_for_room_connect(
-    platform, starting, room, holds
-):
-    cluster, start = starting
+    await eventually(lambda: cluster.scheduler is not None and cluster.scheduler.waits_for)
     assert re.search(r", scheduler queued for \d+ s, starting\)", repr(cluster))
-    room(2)
-    await start
-    await holds(lambda: arrived(cluster) == 1)
-    assert len(platform.sessions()) == 2
-
-
-async def test_a_scheduler_that_waits_for_room_is_listed_so(starting):
-    cluster, _ = starting
-    text = await listed(cluster.name, status="starting", waiting=2)
-    assert "starting, queued for " in text
+    await asyncio.sleep(30)
+    assert "starting, queued for " in await shell("list")
+    it.platform.configure()
+    async with await start:
+        await eventually(lambda: arrived(cluster) == 1)
+        assert len(it.platform.all) == 2
 
 
 @simulated
@@ -173,7 +111,7 @@ async def test_the_reason_of_a_wait_is_reported_once_with_what_helps(it):
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
 async def test_unknown_and_stopping_sessions_have_not_ended(platform, holds, fault):
     faults.inject(fault, seconds=2.0, match="A worker of")
-    async with make(n_workers=1) as cluster:
+    async with clusters.make(n_workers=1) as cluster:
         await holds(lambda: arrived(cluster) == 1)
         assert "failed" not in log_of(cluster)
         [session] = [session.id for session in cluster.sessions if session.role == "worker"]

@@ -16,6 +16,8 @@ from distributed import Client, LocalCluster, as_completed, get_client, rejoin, 
 
 from dask_cml import CMLCluster
 
+pytestmark = pytest.mark.slow
+
 
 def arrays(client, folder):
     """dask-examples, array.ipynb."""
@@ -53,20 +55,6 @@ def dataframes(client, folder):
         "rolling": frame.x.rolling(24).mean().std().compute(),
         "shuffled": by_name.set_index("id").total.mean().compute(),
     }
-
-
-def delayed(client, folder):
-    """dask-tutorial, 03_dask.delayed.ipynb."""
-    import numpy as np
-    import pandas as pd
-
-    for month in range(1, 5):
-        flights = pd.DataFrame({"origin": ["EWR", "JFK", "LGA"] * 50, "delay": np.arange(150) * month})
-        flights.to_csv(folder / f"{month}.csv", index=False)
-    read = dask.delayed(pd.read_csv)
-    groups = [read(path).groupby("origin").delay for path in sorted(folder.glob("*.csv"))]
-    sums, counts = dask.compute([group.sum() for group in groups], [group.count() for group in groups])
-    return {"mean": (sum(sums) / sum(counts)).sort_index().to_numpy()}
 
 
 def futures(client, folder):
@@ -107,22 +95,6 @@ def evolving(client, folder):
     return {"total": total, "from tasks": client.gather(client.map(submit, range(1, 8)))}
 
 
-def simulations(client, folder):
-    """dask-examples, applications/embarrassingly-parallel.ipynb."""
-    import dask.bag as db
-    import numpy as np
-    import pandas as pd
-
-    parameters = pd.DataFrame(np.random.default_rng(1).random((40, 4)), columns=[*"abcd"])
-
-    def simulate(row):
-        return float(np.random.default_rng(int(1e6 * row[0])).normal(row[1], row[2], 1_000).mean() + row[3])
-
-    lazy = dask.persist(*[dask.delayed(simulate)(row) for row in parameters.to_numpy()])
-    as_bag = db.from_sequence(parameters.to_numpy().tolist(), npartitions=8).map(simulate).compute()
-    return {"delayed": list(dask.compute(*lazy)), "bag": as_bag}
-
-
 def grid_search(client, folder):
     """dask-examples, machine-learning/scale-scikit-learn.ipynb."""
     import joblib
@@ -135,31 +107,6 @@ def grid_search(client, folder):
     with joblib.parallel_config(backend="dask"):
         search.fit(images, digits)
     return {"scores": search.cv_results_["mean_test_score"], **search.best_params_}
-
-
-def incremental(client, folder):
-    """dask-examples, machine-learning/incremental.ipynb."""
-    import dask.array as da
-    from sklearn.datasets import make_classification
-    from sklearn.linear_model import SGDClassifier
-
-    samples, labels = make_classification(2_000, 20, random_state=1)
-    X, y = da.from_array(samples, chunks=(500, 20)), da.from_array(labels, chunks=500)
-    model = dask.delayed(SGDClassifier(random_state=1))
-    for block, wanted in zip(X.to_delayed().ravel(), y.to_delayed(), strict=True):
-        model = model.partial_fit(block, wanted, classes=[0, 1])
-    return {"coefficients": model.coef_.compute()}
-
-
-def text(client, folder):
-    """dask-examples, machine-learning/text-vectorization.ipynb."""
-    import dask.bag as db
-    from sklearn.feature_extraction.text import HashingVectorizer
-
-    words = ["graphics", "windows", "hockey", "motorcycles"]
-    posts = db.from_sequence([" ".join(words[: n % 4 + 1]) for n in range(400)], npartitions=4)
-    vectors = [dask.delayed(HashingVectorizer(n_features=64).transform)(part) for part in posts.to_delayed()]
-    return {"nonzero": [vector.nnz for vector in dask.compute(*vectors)]}
 
 
 def boosting(client, folder):
@@ -192,19 +139,8 @@ def actors(client, folder):
     return {"n": counter.n, "next": counter.add(1).result()}
 
 
-def graphs(client, folder):
-    """Dask's documentation, custom graphs."""
-    graph = {f"load-{n}": (range, n) for n in range(1, 5)}
-    graph |= {f"clean-{n}": (sum, f"load-{n}") for n in range(1, 5)}
-    graph["store"] = (sorted, [f"clean-{n}" for n in range(1, 5)])
-    return {"store": client.get(graph, "store")}
-
-
-WORKLOADS = [
-    arrays, bags, dataframes, delayed, futures, evolving, simulations, grid_search, incremental, text,
-    boosting, actors, graphs,
-]  # fmt: skip
-SLOW = (bags, dataframes, grid_search, incremental)
+WORKLOADS = [arrays, bags, dataframes, futures, evolving, grid_search, boosting, actors]
+IMAGES = (bags, dataframes, grid_search)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +161,7 @@ def clusters(local_cluster, shared_platform):  # in this order: the platform tak
 @pytest.mark.parametrize(
     "workload",
     [
-        pytest.param(workload, marks=[pytest.mark.slow, pytest.mark.images] if workload in SLOW else [])
+        pytest.param(workload, marks=pytest.mark.images if workload in IMAGES else [])
         for workload in WORKLOADS
     ],
     ids=lambda workload: workload.__name__,

@@ -27,6 +27,7 @@ def dask_teardown(worker):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["scale", "close"])
 def test_teardowns_and_exit_functions_run_when_workers_close(platform, until, tmp_path, end):
     platform.configure(stop_grace=60.0)

@@ -99,13 +99,13 @@ WAITS = {
 STARTS = 'print("ready", flush=True)\nCMLCluster(n_workers=2, quiet=True)'
 
 
-def each_of(ways: dict[str, Any], *variants: str) -> list[Any]:
-    """Return parameters that name a program. Variants of what others test are slow."""
+def each_of(ways: dict[str, Any], *usual: str) -> list[Any]:
+    """Return parameters that name a program. Variants of the usual ones are slow."""
     return [
         pytest.param(
             *(way if isinstance(way, tuple) else [way]),
             id=name,
-            marks=[pytest.mark.slow] if name in variants else [],
+            marks=[] if name in usual else [pytest.mark.slow],
         )
         for name, way in ways.items()
     ]
@@ -119,14 +119,7 @@ def unstopped(platform: ModuleType) -> list[str]:
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    each_of(
-        ENDS,
-        "end of the script, with a client",
-        "end of the script, one name for two clusters",
-        "sys.exit",
-        "end of another loop, which stays open",
-        "a daemon thread made it",
-    ),
+    each_of(ENDS, "end of the script", "end of asyncio.run"),
 )
 def test_the_end_of_a_program_stops_all_sessions_without_a_traceback(platform, light, code, status):
     returned, _, err = Program(code).ends()
@@ -135,12 +128,13 @@ def test_the_end_of_a_program_stops_all_sessions_without_a_traceback(platform, l
     assert unstopped(platform) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
         SYNC + "1 / 0",
-        pytest.param(UNCLOSED + "    1 / 0\nasyncio.run(main())", marks=pytest.mark.slow),
-        pytest.param(BLOCK.replace("while True: time.sleep(0.1)", "1 / 0"), marks=pytest.mark.slow),
+        UNCLOSED + "    1 / 0\nasyncio.run(main())",
+        BLOCK.replace("while True: time.sleep(0.1)", "1 / 0"),
     ],
     ids=["sync", "async", "block"],
 )
@@ -152,7 +146,7 @@ def test_an_error_that_ends_a_program_stops_all_sessions(platform, light, code):
     assert unstopped(platform) == []
 
 
-@pytest.mark.parametrize("code", each_of(WAITS, "sync, in a block", "sync, with a client", "async, unclosed"))
+@pytest.mark.parametrize("code", each_of(WAITS, "sync"))
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
 )
@@ -172,6 +166,7 @@ def test_ctrl_c_and_a_signal_that_ends_a_program_stop_all_sessions(platform, lig
     assert unstopped(platform) == []
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_stops_all_sessions(platform, light):
     program = Program(SYNC + "while True: time.sleep(0.1)").when_ready()
     program.process.send_signal(signal.SIGHUP)
@@ -181,7 +176,9 @@ def test_a_terminal_that_closes_stops_all_sessions(platform, light):
     assert unstopped(platform) == []
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
+)
 def test_a_start_that_is_interrupted_stops_all_sessions(platform, light, until, signum):
     platform.inject("stuck", times=3)
     program = Program(STARTS).when_ready()
@@ -213,6 +210,7 @@ CELL = "from dask_cml import CMLCluster; cluster = CMLCluster(n_workers=1, quiet
 BUSY = "import threading, _thread, time; threading.Timer(1, _thread.interrupt_main).start(); time.sleep(60)"
 
 
+@pytest.mark.slow
 def test_an_error_or_ctrl_c_in_a_cell_stops_nothing_and_a_restart_of_the_kernel_all(
     platform: ModuleType, kernel: Any, until: Callable[..., None]
 ) -> None:
@@ -351,6 +349,7 @@ async def test_shutdown_ends_a_cluster_for_everybody(it):
     assert it.clusters == []
 
 
+@pytest.mark.slow
 @simulated
 async def test_never_means_that_idle_time_ends_no_cluster(it):
     with dask.config.set({"cml.idle-timeout": "10 s"}):
@@ -359,6 +358,7 @@ async def test_never_means_that_idle_time_ends_no_cluster(it):
             assert arrived(cluster) == 1
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_announces_its_limit_of_hours_and_ends_there(it):
     with dask.config.set({"cml.limits.hours": 0.25}):

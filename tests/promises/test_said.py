@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 
 import dask
 import distributed
@@ -22,7 +23,7 @@ NO_GPU = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
 GIVES_REASONS = hasattr(distributed.client, "FutureCancelledError")
 
 
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("quiet", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_script_writes_one_line_when_its_cluster_has_started_unless_it_is_quiet(platform, light, quiet):
     code = f'with CMLCluster(n_workers=1, name="dawn", quiet={quiet}): pass'
     returned, out, err = Program(code).ends()
@@ -170,32 +171,39 @@ async def test_scattered_data_that_was_lost_names_the_reason(it):
             await data
 
 
-def test_logs_are_those_of_the_cluster_the_scheduler_and_each_worker_ended_ones_too(platform, light, until):
-    with (
-        dask.config.set({"cml.platform": "local"}),
-        CMLCluster(name="night", n_workers=2, quiet=True) as cluster,
-        Client(cluster) as client,
-    ):
+@pytest.fixture(scope="module")
+def ended(shared_platform, tmp_path_factory):
+    """The logs of a cluster whose workers have stopped, their folder, and what CML's console shows."""
+    folder = tmp_path_factory.mktemp("logs")
+    light = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
+    options = {"name": "night", "n_workers": 2, "log_directory": str(folder / "logs"), "platform": "local"}
+    with CMLCluster(**options, **light) as cluster, Client(cluster) as client:
         client.wait_for_workers(2, timeout=120)
         client.submit(print, "a task has printed this").result()
-        until(lambda: "a task has printed this" in str(cluster.get_logs()))
+        while "a task has printed this" not in str(cluster.get_logs()):
+            time.sleep(0.1)
         cluster.scale(0)
-        until(lambda: len(cluster.sessions) == 1)
+        while len(cluster.sessions) > 1:
+            time.sleep(0.1)
         logs = cluster.get_logs()
-        assert [*logs] == ["Cluster", "Scheduler", "night-0", "night-1"]
-        assert logs["Cluster"] == ""
-        assert "Scheduler at" in logs["Scheduler"]
-        assert all("Start worker at" in logs[name] for name in ("night-0", "night-1"))
-        # CML's console shows them only if a program fails.
-        assert [platform.log(session["id"]) for session in platform.sessions()] == ["", "", ""]
+        shown = [shared_platform.log(session["id"]) for session in shared_platform.sessions()]
+    return logs, folder / "logs" / "night", shown
 
 
-def test_a_folder_for_logs_keeps_them_after_the_end(platform, light, tmp_path):
-    options = {"name": "night", "platform": "local", "quiet": True, "log_directory": str(tmp_path / "logs")}
-    with CMLCluster(n_workers=1, **options) as cluster, Client(cluster) as client:
-        client.wait_for_workers(1, timeout=120)
-    assert "Scheduler at" in (tmp_path / "logs" / "night" / "night-scheduler.log").read_text()
-    assert "Start worker at" in (tmp_path / "logs" / "night" / "night-0.log").read_text()
+def test_logs_are_those_of_the_cluster_the_scheduler_and_each_worker_ended_ones_too(ended):
+    logs, _, shown = ended
+    assert [*logs] == ["Cluster", "Scheduler", "night-0", "night-1"]
+    assert logs["Cluster"] == ""
+    assert "Scheduler at" in logs["Scheduler"]
+    assert all("Start worker at" in logs[name] for name in ("night-0", "night-1"))
+    # CML's console shows them only if a program fails.
+    assert shown == ["", "", ""]
+
+
+def test_a_folder_for_logs_keeps_them_after_the_end(ended):
+    _, folder, _ = ended
+    assert "Scheduler at" in (folder / "night-scheduler.log").read_text()
+    assert "Start worker at" in (folder / "night-0.log").read_text()
 
 
 def test_the_output_of_a_scheduler_that_cannot_run_is_in_the_error(platform, light):

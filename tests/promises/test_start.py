@@ -168,50 +168,46 @@ async def test_a_session_runs_several_dask_workers_which_share_its_threads_and_g
         assert [(worker["nthreads"], worker["resources"]) for worker in workers] == [(1, {"GPU": 0.5})] * 4
 
 
-@pytest.mark.parametrize(
-    ("cpu", "memory", "reserve", "limit"),
-    [(1, 1, None, 0.73), (2, 2, None, 1.71), (3, "1.5 GiB", "512 MiB", 1.0)],
-)
-def test_a_dask_worker_has_the_threads_and_the_memory_of_its_session_less_a_reserve(
-    platform, light, cpu, memory, reserve, limit
-):
-    options = {"cpu": cpu, "memory": memory, "memory_reserve": reserve}
-    with (
-        CMLCluster(n_workers=1, platform="local", quiet=True, **options) as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(1, timeout=120)
-        [worker] = client.scheduler_info()["workers"].values()
+OURS = {"distributed.scheduler.unknown-task-duration": "3s", "mine.own": 1, "others.own": 1}
+ENV = {"GREETING": 'it\'s $HOME "quoted" {1+1}', "PATH": "/mine:$PATH", "PASSWORD": "a$b"}
+#: The sizes of the workers, with what is left of their memory.
+SIZES = [(1, 1, None, 0.73), (2, 2, None, 1.71), (3, "1.5 GiB", "512 MiB", 1.0)]
+
+
+@pytest.fixture(scope="module")
+def client(shared_platform):
+    """The client of a cluster with a worker of each size."""
+    light = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
+    groups = {
+        f"of-{cpu}": {"cpu": cpu, "memory": memory, "memory_reserve": reserve, "n_workers": 1}
+        for cpu, memory, reserve, _ in SIZES
+    }
+    with dask.config.set({**OURS, "cml.inherit": ["mine"]}):
+        cluster = CMLCluster(platform="local", env=ENV, worker_groups=groups, **light)
+    with cluster, Client(cluster) as client:
+        client.wait_for_workers(len(SIZES), timeout=120)
+        yield client
+
+
+def test_a_dask_worker_has_the_threads_and_the_memory_of_its_session_less_a_reserve(client):
+    workers = sorted(client.scheduler_info()["workers"].values(), key=lambda worker: worker["nthreads"])
+    for worker, (cpu, _, _, limit) in zip(workers, SIZES, strict=True):
         assert worker["nthreads"] == cpu
         assert worker["memory_limit"] / 2**30 == pytest.approx(limit, abs=0.005)
 
 
-def test_variables_reach_all_sessions_and_may_use_those_of_the_session(platform, light):
-    env = {"GREETING": 'it\'s $HOME "quoted" {1+1}', "PATH": "/mine:$PATH", "PASSWORD": "a$b"}
-    with (
-        CMLCluster(n_workers=1, env=env, platform="local", quiet=True) as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(1, timeout=120)
-        greeting = env["GREETING"].replace("$HOME", os.environ["HOME"])
-        for name, value in {
-            "GREETING": greeting,
-            "PATH": f"/mine:{os.environ['PATH']}",
-            "PASSWORD": "a$b",
-        }.items():
-            assert [*client.run(os.getenv, name).values()] == [value]
-            assert client.run_on_scheduler(os.getenv, name) == value
+def test_variables_reach_all_sessions_and_may_use_those_of_the_session(client):
+    values = {"GREETING": ENV["GREETING"].replace("$HOME", os.environ["HOME"]), "PASSWORD": "a$b"}
+    for name, value in {**values, "PATH": f"/mine:{os.environ['PATH']}"}.items():
+        assert {*client.run(os.getenv, name).values()} == {value}
+        assert client.run_on_scheduler(os.getenv, name) == value
 
 
-def test_sessions_inherit_dasks_own_configuration_and_named_sections_alone(platform, light):
-    ours = {"distributed.scheduler.unknown-task-duration": "3s", "mine.own": 1, "others.own": 1}
+def test_sessions_inherit_dasks_own_configuration_and_named_sections_alone(client):
+    keys = [*OURS]
 
     def settings():  # within this function, because sessions cannot import this module
-        return [dask.config.get(key, None) for key in ours]
+        return [dask.config.get(key, None) for key in keys]
 
-    with dask.config.set({**ours, "cml.inherit": ["mine"]}):
-        cluster = CMLCluster(n_workers=1, platform="local", quiet=True)
-    with cluster, Client(cluster) as client:
-        client.wait_for_workers(1, timeout=120)
-        assert client.run_on_scheduler(settings) == ["3s", 1, None]
-        assert [*client.run(settings).values()] == [["3s", 1, None]]
+    assert client.run_on_scheduler(settings) == ["3s", 1, None]
+    assert [*client.run(settings).values()] == [["3s", 1, None]] * len(SIZES)
