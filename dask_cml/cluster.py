@@ -970,9 +970,6 @@ class CMLCluster(SpecCluster):
         except BaseException as error:
             self.end_reason = f"it did not start: {error}"
             await self.ending.end_failed_start()
-            if isinstance(error, LaunchRefused):
-                # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
-                await self.api.wait_for_stopped()
             if isinstance(error, CMLError):
                 raise without_frames(error) from None
             raise

@@ -246,16 +246,3 @@ async def test_a_missing_file_of_keys_is_refused_before_anything_is_launched(pla
     with pytest.raises(ValueError, match=f"invalid security: .* whose {field} is a PEM .*, got '{path}' \\("):
         await make(security=files(**{name: wrong}))
     assert platform.list_workers() == []
-
-
-@pytest.mark.parametrize(
-    ("name", "offset"), [("_VALID", timedelta(minutes=-5)), ("_CLOCKS_DIFFER", timedelta(hours=-2))]
-)
-async def test_certificates_that_are_not_valid_now_are_refused_before_anything_is_launched(
-    platform, monkeypatch, name, offset
-):
-    monkeypatch.setattr(tls, name, offset)
-    words = "invalid security: expected a Security whose tls_ca_file is valid now, got one valid from "
-    with pytest.raises(ValueError, match=words):
-        await make(security=tls._new_keys())
-    assert platform.list_workers() == []

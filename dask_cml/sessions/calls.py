@@ -13,7 +13,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dask_cml import compat
@@ -34,15 +33,6 @@ _MOST_HANGING = 64
 #: Maximum number of calls under way that make one thing, such as the session of a worker: all of them may
 #: still come true, long after their time limit. After so many seconds, a call is lost.
 _MOST_FOR_ONE, _LOST_AFTER = 2, 3600.0
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of :meth:`Calls.do`: its verb, what it makes, and when it began."""
-
-    verb: str
-    made: Hashable
-    at: float = field(default_factory=lambda: time.monotonic())
 
 
 class Calls:
@@ -71,8 +61,9 @@ class Calls:
         self.failures: dict[str, str] = {}
         #: Whether the platform has refused this session's key in all tries of the last operation.
         self.key_refused = False
-        #: The calls of :meth:`do` that have not returned, including abandoned calls.
-        self._under_way: dict[Future[Any], _Call] = {}
+        #: The calls of :meth:`do` that have not returned, including abandoned ones: their verb, what they
+        #: make, and when they began.
+        self._under_way: dict[Future[Any], tuple[str, Hashable, float]] = {}
         #: By verbs, so that launches that hang delay no stop.
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(at_once))
         self._modules = frozenset(modules)
@@ -111,7 +102,7 @@ class Calls:
         begin = time.monotonic()
         for pause in [*self.pauses(), None]:
             try:
-                result = await self._run(_Call(verb, made), function, limit or self.limit)
+                result = await self._run(verb, made, function, limit or self.limit)
             except Exception as error:  # of the function, which is the platform's
                 if not answers.is_of_the_platform(error):
                     self.failures.pop(verb, None)
@@ -139,24 +130,19 @@ class Calls:
         steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self.retries)]
         return [step * random.uniform(0.8, 1.2) for step in steps]
 
-    async def _run(self, call: _Call, function: Callable[[], Any], limit: float) -> Any:
-        if len(hanging := self._hanging(call.made)) >= _MOST_FOR_ONE:
+    async def _run(self, verb: str, made: Hashable, function: Callable[[], Any], limit: float) -> Any:
+        under_way, since = self._under_way, time.monotonic() - _LOST_AFTER
+        hanging = [future for future, call in under_way.copy().items() if call[1] == made and call[2] > since]
+        if made is not None and len(hanging) >= _MOST_FOR_ONE:
             return await self._first_answer(hanging, limit)
-        async with self._slots[call.verb]:
-            n_under_way = [other.verb for other in self._under_way.copy().values()].count(call.verb)
+        async with self._slots[verb]:
+            n_under_way = [call[0] for call in under_way.copy().values()].count(verb)
             if n_under_way >= self.at_once - 1 + _MOST_HANGING:
                 raise NoAnswer(f"{n_under_way} earlier calls have not returned")
             future = start(function)
-            self._under_way[future] = call
-            future.add_done_callback(self._under_way.pop)
+            under_way[future] = verb, made, time.monotonic()
+            future.add_done_callback(under_way.pop)
             return await self._first_answer([future], limit)
-
-    def _hanging(self, made: Hashable) -> list[Future[Any]]:
-        """Return the calls under way that make something, unless they are lost."""
-        if made is None:
-            return []
-        since, calls = time.monotonic() - _LOST_AFTER, self._under_way.copy().items()
-        return [future for future, call in calls if call.made == made and call.at > since]
 
     async def _first_answer(self, futures: Collection[Future[Any]], limit: float) -> Any:
         # Not wait_for: if the waiting task is cancelled, the threads go on, and nobody may see their errors.
@@ -171,7 +157,7 @@ class Calls:
 
     def wait_for(self, verb: str, limit: float) -> None:
         """Block until no call of :meth:`do` with this verb is under way, for some seconds at most."""
-        futures = [future for future, call in self._under_way.copy().items() if call.verb == verb]
+        futures = [future for future, call in self._under_way.copy().items() if call[0] == verb]
         wait(futures, timeout=max(0.0, limit))
         self.leave_behind()
 

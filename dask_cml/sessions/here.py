@@ -141,31 +141,26 @@ def session_limits() -> str:
     session, kind = this_session(), os.environ.get("CDSW_ENGINE_TYPE", "").lower()
     if session is None or session != this_owner() or kind in _WITHOUT_LIMITS:
         return ""
-    is_job = kind == "job"
-    idle = None if is_job else _minutes("IDLE_MAXIMUM_MINUTES")
-    most = _minutes("JOB_MAXIMUM_MINUTES" if is_job else "SESSION_MAXIMUM_MINUTES")
+    noun, limit = ("Job", "JOB") if kind == "job" else ("session", "SESSION")
     ends = []
-    if idle is not None:
+    if noun == "session" and (idle := _minutes("IDLE_MAXIMUM_MINUTES")):
         ends.append(f"after {format_duration(idle)} without use, in some editors even while it computes")
-    if most is not None:
+    if most := _minutes(f"{limit}_MAXIMUM_MINUTES"):
         left = most - _age()
         ends.append(
             f"in {format_duration(left)} at the latest" if left > 0 else f"after {format_duration(most)}"
         )
     if not ends:
         return ""
-    noun = "Job" if is_job else "session"
     words = f"CML ends {noun} {session} {', and '.join(ends)}. Its clusters end with it"
-    return words if is_job else f"{words}. {_LONGER}"
+    return words if noun == "Job" else f"{words}. {_LONGER}"
 
 
-def _minutes(variable: str) -> float | None:
-    """Return the minutes in a variable, in seconds. None: it sets no limit."""
-    try:
-        seconds = 60.0 * int(os.environ.get(variable, ""))
-    except ValueError:
-        return None
-    return seconds if seconds > 0 else None
+def _minutes(variable: str) -> float:
+    """Return the minutes in a variable, in seconds. 0: it sets no limit."""
+    with contextlib.suppress(ValueError):
+        return max(0.0, 60.0 * int(os.environ.get(variable, "")))
+    return 0.0
 
 
 def _age() -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,8 +73,6 @@ class SessionPlan:
         The file for its output, on the project file system.
     launch_options : mapping
         Additional parameters of ``launch_workers``.
-    hidden : collection of str
-        The variables whose values are not shown, because they may be secret.
     started : Path
         The file in which a session says that it has taken the name. No other session takes it then.
     """
@@ -86,18 +84,13 @@ class SessionPlan:
     env: Mapping[str, str] = field(repr=False)
     log: Path
     launch_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    hidden: Collection[str] = ()
     started: Path = Path()
 
     def __str__(self) -> str:
         size = self.size
         cpu, memory = exact(size.cpu), exact(size.memory)
         head = f"# {self.name}: cpu={cpu} memory={memory} nvidia_gpu={size.nvidia_gpu}"
-        lines = [head]
-        for name, value in self.env.items():
-            shown = "(hidden)" if name in self.hidden else repr(value)
-            lines.append(f"# env {name}={shown}")
-        return "\n".join([*lines, self.code])
+        return "\n".join([head, *(f"# env {name}=(hidden)" for name in self.env), self.code])
 
 
 @dataclass(frozen=True)
@@ -309,8 +302,8 @@ def _plan(
         env[EXPANDED] = json.dumps(expanded)
     if place.record is not None:
         env |= {CLIENT_NAME: inside_name(place.record), CLUSTER: options.name}
-    hidden, file = {*options.env, EXPANDED}, place.folder / STARTED_FOLDER / quoted
-    return SessionPlan(name, title, size, code, env, log, launch_options, hidden, file)
+    file = place.folder / STARTED_FOLDER / quoted
+    return SessionPlan(name, title, size, code, env, log, launch_options, file)
 
 
 def session_code(title: str, arguments: Mapping[str, Any]) -> str:

@@ -44,8 +44,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     Raises
     ------
     ValueError
-        If a Security lacks keys that the scheduler, the workers or clients need, a file has none, or a
-        certificate is not valid now.
+        If a Security lacks keys that the scheduler, the workers or clients need, or a file has none.
     """
     if not security:
         return None, {}
@@ -56,8 +55,6 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
             values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
     if missing := [field for field, value in values.items() if value is None]:
         raise ValueError(f"invalid security={original!r}: expected a Security with {', '.join(missing)}")
-    if security is not True:
-        _check_dates(values)
     result, files = copy.copy(original), {}
     for field, value in values.items():
         path = Path(value)
@@ -118,29 +115,12 @@ def _usable(field: str, value: str | None) -> str | None:
     raise ValueError(f"invalid security: expected {words}")
 
 
-def _check_dates(values: Mapping[str, str]) -> None:
-    """Refuse certificates that are not valid now, with which no handshake succeeds."""
-    from cryptography import x509
-
-    now = datetime.now(timezone.utc)
-    for field in ("tls_ca_file", *(f"tls_{role}_cert" for role in _ROLES)):
-        certificates = x509.load_pem_x509_certificates(_text(values[field]).encode())
-        if field != "tls_ca_file":  # a bundle of authorities may have old ones
-            certificates = certificates[:1]
-        if not any(known.not_valid_before_utc <= now <= known.not_valid_after_utc for known in certificates):
-            begin, end = certificates[0].not_valid_before_utc, certificates[0].not_valid_after_utc
-            expected = f"a Security whose {field} is valid now, got one valid from {begin} to {end}"
-            raise ValueError(f"invalid security: expected {expected}")
-
-
-def _text(value: str) -> str:
-    """Return the text of a key, or of its file."""
-    return value if _PEM in value else Path(value).read_text(errors="replace")
-
-
 def _with_key(certificate: str | None) -> str | None:
     """Return the file or the text of a certificate if it contains the key, too."""
-    return certificate if certificate is not None and "PRIVATE KEY-----" in _text(certificate) else None
+    if certificate is None:
+        return None
+    text = certificate if _PEM in certificate else Path(certificate).read_text(errors="replace")
+    return certificate if "PRIVATE KEY-----" in text else None
 
 
 def write(files: Mapping[Path, str]) -> None:

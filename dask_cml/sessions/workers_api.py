@@ -6,6 +6,7 @@ Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import threading
@@ -175,7 +176,7 @@ class WorkersAPI:
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
             stopping |= self._stopping
-            if not stopping or not await self.wait_until_ended(stopping):
+            if not stopping or not await self._have_ended(stopping):
                 raise
             return await self._launch(plan)
 
@@ -216,7 +217,8 @@ class WorkersAPI:
         engine = session.get("engineId")
         if is_session_id(engine):
             self.adopt(engine, plan.name)
-            self._try_to_stop(engine)
+            with contextlib.suppress(Exception):  # of the platform: end() tries again
+                self._stop_now([engine])
             self._stopping.discard(engine)  # its end makes no room for another try
         raise LaunchRefused(plan.name, answers.reason_of(session) or "no reason given")
 
@@ -228,7 +230,8 @@ class WorkersAPI:
         ValueError
             If the id is invalid.
         """
-        _check_id(session_id)
+        if not is_session_id(session_id):
+            raise ValueError(message("session id", session_id, "letters and digits"))
         with self._lock:
             self.live[session_id] = name
             self.launched.add(session_id)
@@ -287,59 +290,33 @@ class WorkersAPI:
 
     def _list_now(self) -> dict[str, SessionInfo]:
         sessions = {session["id"]: session for session in answers.listed(self.module.list_workers())}
-        self._stopping -= _without_live(self._stopping.copy(), sessions)
+        for session in self._stopping.copy():
+            if session not in sessions or has_ended(sessions[session]):
+                self._stopping.discard(session)
         return sessions
 
-    async def wait_until_ended(self, ids: Collection[str]) -> bool:
-        """Wait until the platform lists stopped sessions as ended. Until then they count against the quota.
-
-        Parameters
-        ----------
-        ids : collection of str
-            The ids of the sessions.
-
-        Returns
-        -------
-        bool
-            Whether all have ended. False if the platform fails, or after 30 s.
-        """
+    async def _have_ended(self, ids: set[str]) -> bool:
+        """Wait until the platform lists stopped sessions as ended, and return whether it does so in time."""
         deadline = time.monotonic() + _STOPPED_WITHIN
-        try:
-            while (time_left := deadline - time.monotonic()) > 0:
-                # Not sessions(), which fails after close(), and whose call would go on after the time-out.
-                listed = await asyncio.wait_for(asyncio.wrap_future(start(self._list_now)), time_left)
-                if len(_without_live(ids, listed)) == len({*ids}):
-                    self._stopping.difference_update(ids)
+        with contextlib.suppress(CallFailed):
+            while await self.sessions_within(deadline - time.monotonic()) is not None:
+                if self._stopping.isdisjoint(ids):
                     return True
-                await asyncio.sleep(self._interval)
-        except Exception as error:  # the platform may raise anything
-            logger.info("Sessions not confirmed as ended: %s", answers.in_words(error))
         return False
-
-    async def wait_for_stopped(self) -> bool:
-        """Wait until the sessions have ended that this process has stopped, see :meth:`wait_until_ended`."""
-        return await self.wait_until_ended(self._stopping.copy())
 
     # -- stop
 
     async def stop(self, *ids: str) -> None:
-        """Stop sessions, in one call. If the platform stops only some of them, stop them one by one.
+        """Stop sessions of :attr:`live`, in one call. If it stops only some of them, stop them one by one.
 
         Raises
         ------
-        ValueError
-            If `ids` is empty, by which the platform means all sessions of the user, or if an id is invalid.
         CMLError
             If the platform does not stop some of them. The message names one of these, and their number.
         """
-        if not ids:
-            raise ValueError("invalid ids=(): expected the ids of sessions")
-        for session_id in ids:
-            _check_id(session_id)
-        live = {*self.live}
 
         def left() -> list[str]:
-            return [session_id for session_id in ids if session_id in self.live or session_id not in live]
+            return [session_id for session_id in ids if session_id in self.live]
 
         def what() -> str:
             first, *others = left() or ids
@@ -388,13 +365,6 @@ class WorkersAPI:
     def _time_to_stop(self, ids: Collection[str]) -> float:
         """Return the time limit of one call that stops these sessions, in seconds."""
         return self._calls.limit * (1 + len(ids) // _IN_TIME)
-
-    def _try_to_stop(self, session_id: str) -> None:
-        """Stop a session that nobody needs. If this fails, :meth:`end` tries again."""
-        try:
-            self._stop_now([session_id])
-        except Exception as error:  # the platform may raise anything
-            logger.warning("Session %s not stopped yet: %s", session_id, answers.in_words(error))
 
     # -- the end
 
@@ -459,20 +429,3 @@ def _result(listing: asyncio.Task[dict[str, SessionInfo]]) -> dict[str, SessionI
     if listing.cancelled():  # by close(); the waiting task is not cancelled
         raise CMLError("sessions not listed: the cluster has shut down")
     return listing.result()
-
-
-def _without_live(stopped: Collection[str], listing: Mapping[str, SessionInfo]) -> set[str]:
-    """Return the stopped sessions that the platform lists as ended, or not at all."""
-    return {session for session in stopped if session not in listing or has_ended(listing[session])}
-
-
-def _check_id(session_id: object) -> None:
-    """Check a session id.
-
-    Raises
-    ------
-    ValueError
-        If the id is invalid.
-    """
-    if not is_session_id(session_id):
-        raise ValueError(message("session id", session_id, "letters and digits"))
