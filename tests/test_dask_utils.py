@@ -96,7 +96,6 @@ def test_their_parameters_are_the_prototypes():
     assert parameters(get_dashboard_url) == {"dask_scheduler": required}
 
 
-@pytest.mark.slow
 def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
     NUM_WORKERS = 2
     CPU_PER_WORKER = 1
@@ -116,30 +115,30 @@ def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
     assert page(f"http://127.0.0.1:{DASHBOARD_PORT}/status") == 200
     client.close()
 
+    assert {*dask_cluster} == {"scheduler", "workers", "scheduler_address", "dashboard_address"}
+    [scheduler] = dask_cluster["scheduler"]
+    sizes = {session["id"]: (session["cpu"], session["memory"]) for session in workers_v1.list_workers()}
+    del sizes[other["id"]]
+    workers = {worker["id"]: (1, 2) for worker in dask_cluster["workers"]}
+    assert sizes == {scheduler["id"]: (1, 2), **workers}
+    assert all(worker["app_url"] for worker in dask_cluster["workers"])
+    assert dask_cluster["scheduler_address"] == get_scheduler_url(dask_cluster["scheduler"])
+    assert dask_cluster["dashboard_address"] == get_dashboard_url(dask_cluster["scheduler"])
+
     workers_v1.stop_workers(*[w["id"] for w in dask_cluster["scheduler"] + dask_cluster["workers"]])
     assert left(workers_v1, other) == []
 
 
-def test_run_dask_cluster_returns_sessions_and_addresses(workers_v1):
-    cluster = run_dask_cluster(2, 1, 1)
+@pytest.mark.slow
+def test_the_dashboards_port_may_be_that_of_the_schedulers_session(workers_v1):
+    """Outside of sessions no variable names a port."""
+    scheduler = run_scheduler(None)
     try:
-        assert {*cluster} == {"scheduler", "workers", "scheduler_address", "dashboard_address"}
-        [scheduler] = cluster["scheduler"]
-        sizes = {session["id"]: (session["cpu"], session["memory"]) for session in workers_v1.list_workers()}
-        assert sizes == {
-            scheduler["id"]: (1, 2),
-            **{worker["id"]: (1, 1) for worker in cluster["workers"]},
-        }
-        assert len(cluster["workers"]) == 2
-        assert all(worker["app_url"] for worker in cluster["workers"])
-        assert cluster["scheduler_address"] == get_scheduler_url(cluster["scheduler"])
-        assert cluster["dashboard_address"] == get_dashboard_url(cluster["scheduler"])
-        # Outside of sessions no variable names a port, so it is that of the scheduler's session.
-        assert page(cluster["dashboard_address"]) == 200
+        assert page(get_dashboard_url(scheduler)) == 200
         with pytest.raises(urllib.error.HTTPError, match="404"):  # it would fill the workers' disks
-            page(cluster["dashboard_address"].replace("status", "hardware"))
+            page(get_dashboard_url(scheduler).replace("status", "hardware"))
     finally:
-        stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
+        stop(workers_v1, *scheduler)
 
 
 @pytest.mark.slow
@@ -162,12 +161,17 @@ def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_
 
 
 @pytest.mark.slow
-def test_the_platform_may_be_configured_instead(platform):
-    with pytest.raises(NotOnCML, match="DASK_CML__PLATFORM=local"):
-        run_dask_cluster(1, 1, 1)
-    with dask.config.set({"cml.platform": "local"}):
-        cluster = run_dask_cluster(1, 1, 1)
-    stop(platform, *cluster["scheduler"], *cluster["workers"])
+def test_the_platform_may_be_configured_instead_also_where_an_event_loop_runs(platform):
+    async def notebook():
+        with pytest.raises(NotOnCML, match="DASK_CML__PLATFORM=local"):
+            run_dask_cluster(1, 1, 1)
+        with dask.config.set({"cml.platform": "local"}):
+            cluster = run_dask_cluster(1, 1, 1)
+        async with Client(cluster["scheduler_address"], asynchronous=True) as client:
+            assert await client.submit(sum, [1, 2]) == 3
+        stop(platform, *cluster["scheduler"], *cluster["workers"])
+
+    asyncio.run(notebook())
 
 
 @pytest.mark.slow
@@ -182,65 +186,41 @@ def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
         stop(workers_v1, *workers)
 
 
-@pytest.mark.slow
-def test_they_work_where_an_event_loop_runs(workers_v1):
-    async def notebook():
-        cluster = run_dask_cluster(1, 1, 1)
-        async with Client(cluster["scheduler_address"], asynchronous=True) as client:
-            result = await client.submit(sum, [1, 2])
-        assert get_scheduler_url(cluster["scheduler"]) == cluster["scheduler_address"]
-        stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
-        return result
-
-    assert asyncio.run(notebook()) == 3
-
-
-@pytest.mark.parametrize(("fault", "status"), [("succeeds", "succeeded"), ("fails", "failed")])
-def test_an_ended_scheduler_session_raises_an_error(workers_v1, other, fault, status):
-    workers_v1.inject(fault, match="The scheduler of")
-    with pytest.raises(SessionFailed, match=f"its status is {status}"):
-        run_dask_cluster(2, 1, 1)
+def test_a_scheduler_that_ends_or_does_not_answer_raises_an_error(workers_v1, other):
+    for fault, status in {"succeeds": "succeeded", "fails": "failed"}.items():
+        workers_v1.inject(fault, match="The scheduler of")
+        with pytest.raises(SessionFailed, match=f"its status is {status}"):
+            run_dask_cluster(2, 1, 1)
+    workers_v1.inject("hangs", match="The scheduler of")
+    late = pytest.raises(SchedulerTimeout, match="did not answer within 1 s")
+    with dask.config.set({"cml.scheduler-timeout": "1s"}), late:
+        run_scheduler(dashboard_port=8090)
     assert left(workers_v1, other) == []
     assert not any(state_directory().iterdir())
 
 
-def test_a_scheduler_that_does_not_answer_raises_an_error(workers_v1, other):
-    workers_v1.inject("hangs", match="The scheduler of")
-    with (
-        dask.config.set({"cml.scheduler-timeout": "3s"}),
-        pytest.raises(SchedulerTimeout, match="did not answer within 3 s"),
-    ):
-        run_scheduler(dashboard_port=8090)
-    assert left(workers_v1, other) == []
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("granted", [1, 3])
-def test_a_quota_that_grants_fewer_sessions_raises_an_error(workers_v1, other, granted):
+def test_a_quota_that_grants_fewer_sessions_raises_an_error(workers_v1, other):
     """It refuses the scheduler, or the second of two workers."""
-    workers_v1.configure(quota={"sessions": granted})
-    with pytest.raises(LaunchRefused, match="exceeded quota"):
-        run_dask_cluster(2, 1, 1)
-    assert left(workers_v1, other) == []
+    for granted in 1, 3:
+        workers_v1.configure(quota={"sessions": granted})
+        with pytest.raises(LaunchRefused, match="exceeded quota"):
+            run_dask_cluster(2, 1, 1)
+        assert left(workers_v1, other) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["succeeds", "fails"])
-def test_a_worker_that_exits_raises_an_error(workers_v1, scheduler, other, fault):
-    workers_v1.inject(fault, skip=1)
-    with pytest.raises(SessionFailed, match=r"the worker's session .* ended"):
-        run_dask_workers(get_scheduler_url(scheduler), 2, 1, 1)
-    assert left(workers_v1, other) == [scheduler[0]["id"]]
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_connect_raises_an_error(workers_v1, scheduler, other):
+def test_a_worker_that_ends_or_does_not_connect_raises_an_error(workers_v1, scheduler, other):
+    url = get_scheduler_url(scheduler)
+    for fault in "succeeds", "fails":
+        workers_v1.inject(fault, skip=1)
+        with pytest.raises(SessionFailed, match=r"the worker's session .* ended"):
+            run_dask_workers(url, 2, 1, 1)
+        assert left(workers_v1, other) == [scheduler[0]["id"]]
     workers_v1.inject("hangs", skip=1)
-    with (
-        dask.config.set({"cml.worker-timeout": "10s"}),
-        pytest.raises(RuntimeError, match="did not connect within 10 s, its status is running"),
-    ):
-        run_dask_workers(get_scheduler_url(scheduler), 2, 1, 1)
+    late = pytest.raises(RuntimeError, match="did not connect within 10 s, its status is running")
+    with dask.config.set({"cml.worker-timeout": "10s"}), late:
+        run_dask_workers(url, 2, 1, 1)
     assert left(workers_v1, other) == [scheduler[0]["id"]]
 
 
@@ -287,19 +267,16 @@ def test_ctrl_c_leaves_no_session(workers_v1, other, until):
     assert left(workers_v1, other) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_workers": -1}, "num_workers=-1"),
-        ({"num_workers": "2"}, "num_workers='2'"),
-        ({"cpu": 0}, "cpu=0"),
-        ({"memory": 0}, "memory=0"),
-        ({"nvidia_gpu": -1}, "nvidia_gpu=-1"),
-        ({"dashboard_port": "http"}, "dashboard_port='http'"),
-        ({"dashboard_port": 0}, "dashboard_port=0"),
-    ],
-)
-def test_arguments_are_checked_before_anything_is_launched(workers_v1, arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        run_dask_cluster(**{"num_workers": 1, "cpu": 1, "memory": 1, **arguments})
+def test_arguments_are_checked_before_anything_is_launched(workers_v1):
+    for argument, value in [
+        ("num_workers", -1),
+        ("num_workers", "2"),
+        ("cpu", 0),
+        ("memory", 0),
+        ("nvidia_gpu", -1),
+        ("dashboard_port", "http"),
+        ("dashboard_port", 0),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=f"{argument}={value!r}"):
+            run_dask_cluster(**{"num_workers": 1, "cpu": 1, "memory": 1, argument: value})
     assert workers_v1.sessions() == []

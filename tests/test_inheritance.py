@@ -46,57 +46,46 @@ def folder(tmp_path, monkeypatch):
         (["{folder}/program"], "None"),  # as pip installs programs
         (["-m", "script"], "{here}"),
         (["-c", TELL], "{here}"),
+        (["-c", f"import os; os.rmdir(os.getcwd()); {TELL}"], "None"),
     ],
 )
 def test_the_folder_of_a_program_is_where_it_finds_its_modules(tmp_path, words, expected):
+    here = tmp_path / "here"
+    here.mkdir()
     for name in "script.py", "program":
         (tmp_path / name).write_text(TELL)
     done = subprocess.run(
         [sys.executable, *(word.format(folder=tmp_path) for word in words)],
+        cwd=here,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == expected.format(folder=tmp_path, here=os.getcwd())
-
-
-def test_a_removed_folder_has_no_modules(tmp_path):
-    folder = tmp_path / "removed"
-    folder.mkdir()
-    code = f"import os; os.rmdir(os.getcwd()); {TELL}"
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "None\n"
+    assert done.stdout.strip() == expected.format(folder=tmp_path, here=here)
 
 
 @pytest.mark.usefixtures("light")
-@pytest.mark.parametrize("worker_class", [None, "beside.Mine"])
-async def test_sessions_find_the_modules_of_the_program(platform, folder, worker_class):
+async def test_sessions_find_the_modules_of_the_program(platform, folder):
     beside = importlib.import_module("beside")
+    groups = {"own": {"n_workers": 1, "worker_class": "beside.Mine"}}
     async with (
-        make(n_workers=1, worker_class=worker_class) as cluster,
+        make(n_workers=1, worker_groups=groups) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
-        assert await client.submit(beside.add_one, 1) == 2
-        [kind] = (await client.run(lambda dask_worker: type(dask_worker).__name__)).values()
-        assert kind == ("Worker" if worker_class is None else "Mine")
+        await client.wait_for_workers(2)
+        assert {*(await client.run(beside.add_one, 1)).values()} == {2}
+        kinds = await client.run(lambda dask_worker: type(dask_worker).__name__)
+        assert {*kinds.values()} == {"Worker", "Mine"}
 
 
-def test_a_module_of_the_program_comes_before_others_of_its_name(folder, monkeypatch):
+def test_a_module_of_the_program_comes_before_others_unless_the_user_keeps_it_off(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", ["elsewhere", *sys.path])
-    monkeypatch.setenv(PROGRAM_FOLDER, str(folder))
+    kept_off = Options.read(env={PROGRAM_FOLDER: ""}).inheriting().env[PROGRAM_FOLDER]
+    monkeypatch.setenv(PROGRAM_FOLDER, kept_off)
+    find_modules()
+    assert sys.path[0] == "elsewhere"
+    monkeypatch.setenv(PROGRAM_FOLDER, Options.read().inheriting().env[PROGRAM_FOLDER])
     find_modules()
     find_modules()
     assert sys.path[:2] == [str(folder), "elsewhere"]
-
-
-def test_a_user_can_keep_the_folder_off_the_path(folder, monkeypatch):
-    assert Options.read().inheriting().env[PROGRAM_FOLDER] == str(folder)
-    options = Options.read(env={PROGRAM_FOLDER: ""}).inheriting()
-    monkeypatch.setenv(PROGRAM_FOLDER, options.env[PROGRAM_FOLDER])
-    before = [*sys.path]
-    find_modules()
-    assert sys.path == before

@@ -60,26 +60,16 @@ def cmlapi(monkeypatch):
     labels.known_labels.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+def test_names_become_ids(cmlapi):
+    pairs = [{"network_label_id": 7, "quantity": 2}, {"network_label_id": 8, "quantity": 1}]
+    for options, expected in [
         ({"accelerator_label": "A100"}, {"accelerator_label_id": 3}),
         ({"accelerator_label": "L4", "kernel": "r"}, {"accelerator_label_id": 4, "kernel": "r"}),
         ({"accelerator_label": "NVIDIA-L4"}, {"accelerator_label_id": 4}),
-        (
-            {"rdma_network": [[ROCE, 2], ["default/other", 1]]},
-            {
-                "rdma_network_selections": [
-                    {"network_label_id": 7, "quantity": 2},
-                    {"network_label_id": 8, "quantity": 1},
-                ]
-            },
-        ),
+        ({"rdma_network": [[ROCE, 2], ["default/other", 1]]}, {"rdma_network_selections": pairs}),
         ({"rdma_network": []}, {"rdma_network_selections": []}),
-    ],
-)
-def test_names_become_ids(cmlapi, options, expected):
-    assert resolved(options) == expected
+    ]:
+        assert resolved(options) == expected
 
 
 def test_options_without_names_need_no_answer_of_cml(monkeypatch):
@@ -87,21 +77,18 @@ def test_options_without_names_need_no_answer_of_cml(monkeypatch):
     assert resolved({"accelerator_label_id": 3}) == {"accelerator_label_id": 3}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"accelerator_label": "V100"},
-            "invalid launch_options['accelerator_label']='V100': expected a kind of GPU of this site: "
-            "'A100', 'L4', 'NVIDIA-L4'",
-        ),
-        ({"accelerator_label": ROCE}, "expected a kind of GPU of this site: 'A100'"),
-        ({"accelerator_label": 3}, "launch_options['accelerator_label']=3: expected a kind of GPU"),
+def test_an_error_names_the_option_and_what_the_site_has(cmlapi):
+    gpu, network = "launch_options['accelerator_label']", "launch_options['rdma_network']"
+    gpus, networks = "a kind of GPU of this site: 'A100', 'L4', 'NVIDIA-L4'", "an RDMA network of this site: "
+    networks += "'default/other', 'default/roce-network'"
+    for options, words in [
+        ({"accelerator_label": "V100"}, f"invalid {gpu}='V100': expected {gpus}"),
+        ({"accelerator_label": ROCE}, f"expected {gpus}"),
+        ({"accelerator_label": 3}, f"{gpu}=3: expected a kind of GPU"),
         ({"accelerator_label": ["A100"]}, "expected a kind of GPU"),
         (
             {"rdma_network": [["default/broken", 1]]},
-            "invalid launch_options['rdma_network']='default/broken': expected an RDMA network of this site: "
-            "'default/other', 'default/roce-network'",
+            f"invalid {network}='default/broken': expected {networks}",
         ),
         *(
             ({"rdma_network": value}, "expected pairs of a name and a number above 0, such as [(")
@@ -112,14 +99,10 @@ def test_options_without_names_need_no_answer_of_cml(monkeypatch):
             {"accelerator_label": "A100", "accelerator_label_id": 3},
             "expected accelerator_label or accelerator_label_id, not both",
         ),
-    ],
-)
-def test_an_error_names_the_option_and_what_the_site_has(cmlapi, options, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        resolved(options)
-
-
-def test_a_site_without_labels_has_none(cmlapi):
+    ]:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            resolved(options)
+    labels.known_labels.cache_clear()
     cmlapi.labels = None
     with pytest.raises(ValueError, match="expected a kind of GPU of this site: it has none"):
         resolved({"accelerator_label": "A100"})
@@ -176,13 +159,8 @@ async def test_an_error_says_why_names_are_not_found(it, cmlapi, monkeypatch):
     monkeypatch.setitem(sys.modules, "cmlapi", None)
     with pytest.raises(CMLError, match=r"Install cmlapi, .* or pass accelerator_label_id"):
         await simulate(**options)
-    assert not it.platform.all
-
-
-@simulated
-async def test_a_release_without_the_parameter_is_named_at_once(it, cmlapi):
     it.platform.launch_workers = it.platform._older_launch
-    with pytest.raises(
-        ValueError, match="invalid launch_options 'accelerator_label': expected parameters of"
-    ):
-        simulate(launch_options={"accelerator_label": "A100"})
+    expected = "invalid launch_options 'accelerator_label': expected parameters of"
+    with pytest.raises(ValueError, match=expected):
+        simulate(**options)
+    assert not it.platform.all

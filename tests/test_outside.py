@@ -72,6 +72,8 @@ def listens(port):
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.images
 def test_a_client_outside_connects_by_the_commands_of_the_page(platform, state, ssh, until, tmp_path):
     options, server = ssh
     _endpoint, commands = blocks("sh")

@@ -27,12 +27,6 @@ from dask_cml.sharing.link import Link
 pytestmark = pytest.mark.usefixtures("light")
 
 
-@pytest.fixture
-async def cluster(platform):
-    async with make(n_workers=1) as cluster:
-        yield cluster
-
-
 async def computes(address, timeout=60, **options):
     client = Client(address, asynchronous=True, timeout=timeout, **options)
     try:
@@ -43,26 +37,17 @@ async def computes(address, timeout=60, **options):
         await client.close()
 
 
-async def test_a_client_of_the_cluster_finds_the_keys(cluster):
-    assert cluster.scheduler.address.startswith("tls://")
-    assert await computes(cluster) == 3
-
-
-@pytest.mark.parametrize(
-    ("keys", "protocol"),
-    [
-        ("none", "tcp"),
-        ("others", "tls"),
-        pytest.param("none", "tls", marks=[pytest.mark.slow, pytest.mark.images]),
-        pytest.param("others", "tcp", marks=[pytest.mark.slow, pytest.mark.images]),
-    ],
-)
-async def test_a_client_without_the_clusters_keys_gets_nothing(cluster, protocol, keys):
-    address = cluster.scheduler.address.replace("tls", protocol)
-    security = Security() if keys == "none" else Security.temporary()
-    security.require_encryption = False
-    with pytest.raises((OSError, TypeError)):
-        await computes(address, timeout=5, security=security)
+async def test_a_client_without_the_clusters_keys_gets_nothing(platform):
+    async with make(n_workers=1) as cluster:
+        address = cluster.scheduler.address
+        assert address.startswith("tls://")
+        assert await computes(cluster) == 3
+        for kind in Security, Security.temporary:
+            for protocol in "tls", "tcp":
+                security = kind()
+                security.require_encryption = False
+                with pytest.raises((OSError, TypeError)):
+                    await computes(address.replace("tls", protocol), timeout=2, security=security)
 
 
 async def test_without_keys_any_program_with_the_address_can_connect(platform):
@@ -72,10 +57,6 @@ async def test_without_keys_any_program_with_the_address_can_connect(platform):
         assert not (state_directory() / "open" / "keys").exists()
         for address in cluster, cluster.scheduler_address, "cml://open":
             assert await computes(address) == 3
-
-
-async def test_a_client_that_requires_encryption_refuses_a_cluster_without_keys(platform):
-    async with make(name="open", security=False):
         with pytest.raises(RuntimeError, match="encryption required"):
             await computes("cml://open", security=Security(require_encryption=True))
 
@@ -89,7 +70,7 @@ async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encrypti
         write_record(Record("mine", scheduler=seen, security=tls.paths(keys)))
         tls.write(files)
         with pytest.raises(OSError, match="Timed out"):
-            await computes("cml://mine", timeout=2)
+            await computes("cml://mine", timeout=1)
         refused = pytest.raises(OSError, match="expected tls://")
         with refused:
             await get_backend("cml").get_connector().connect("mine")
@@ -100,6 +81,7 @@ async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encrypti
         assert {*stranger.clients} == {"fire-and-forget"}
 
 
+@pytest.mark.slow
 async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(platform, holds):
     """On a laptop, another user may listen there. Dask then serves the dashboard at another port."""
     platform.configure(start_delay=1)
@@ -118,7 +100,7 @@ async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(pla
 
 @pytest.mark.slow
 @pytest.mark.images
-async def test_tasks_may_have_open_clusters_of_their_own(cluster):
+async def test_tasks_may_have_open_clusters_of_their_own(platform):
     """With its keys, the environment does not require encryption of all that a session does."""
 
     def in_a_task():
@@ -128,43 +110,36 @@ async def test_tasks_may_have_open_clusters_of_their_own(cluster):
         with LocalCluster(n_workers=1, **options) as own, Client(own, set_as_default=False) as client:
             return client.submit(sum, [1, 2]).result()
 
-    async with Client(cluster, asynchronous=True) as client:
+    async with make(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         assert await client.submit(in_a_task) == 3
 
 
-async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform):
-    async with make() as cluster:
+async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform, holds):
+    """They are in no command line, launch, environment and log."""
+    local = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"])
+    async with make(n_workers=1) as cluster:
+        await holds(lambda: cluster.scheduler_info["workers"])
         folder = state_directory() / cluster.name
         files = [*(folder / "keys").iterdir()]
-        assert files
         assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "keys")} == {0o700}
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        keys = [file.read_text() for file in files if file.name.endswith("_key.pem")]
+        secrets = {line for key in keys for line in key.splitlines() if len(line) > 40}
+        assert secrets
+        texts = [cluster.job_script()]
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+                if environment.get("DASK_CML_LOCAL_DIRECTORY") == str(local):
+                    texts += [*process.cmdline(), *environment.values()]
+            except psutil.Error:
+                continue
+        for directory in (local, folder):
+            found = [file for file in directory.rglob("*") if file.is_file() and "keys" not in file.parts]
+            texts += [file.read_text(errors="replace") for file in found]
+        assert len(texts) > 10
+        assert not [secret for secret in secrets if any(secret in text for text in texts)]
     assert not folder.exists()
-
-
-async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, platform, holds):
-    await holds(lambda: cluster.scheduler_info["workers"])
-    folder, local = state_directory() / cluster.name, Path(os.environ["DASK_CML_LOCAL_DIRECTORY"])
-    secrets = {
-        line
-        for file in (folder / "keys").glob("*_key.pem")
-        for line in file.read_text().splitlines()
-        if len(line) > 40
-    }
-    assert secrets
-    texts = [cluster.job_script()]
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            if environment.get("DASK_CML_LOCAL_DIRECTORY") == str(local):
-                texts += [*process.cmdline(), *environment.values()]
-        except psutil.Error:
-            continue
-    assert len(texts) > 10
-    for directory in (local, folder):
-        files = [file for file in directory.rglob("*") if file.is_file() and "keys" not in file.parts]
-        texts += [file.read_text(errors="replace") for file in files]
-    assert not [secret for secret in secrets if any(secret in text for text in texts)]
 
 
 def test_keys_are_valid_where_the_clock_is_slow(tmp_path):
@@ -179,35 +154,20 @@ def test_keys_are_valid_where_the_clock_is_slow(tmp_path):
 @pytest.mark.slow
 @pytest.mark.images
 async def test_a_given_security_is_used_unchanged(platform, tmp_path):
+    """Its keys may be in files, also in those of their certificates."""
     security = Security.temporary()
-    for field in ("tls_ca_file", "tls_scheduler_key"):
-        (tmp_path / field).write_text(getattr(security, field))
-        setattr(security, field, str(tmp_path / field))
-    async with make(n_workers=1, security=security) as cluster:
-        assert cluster.security.tls_scheduler_key == str(tmp_path / "tls_scheduler_key")
-        assert await computes(cluster.scheduler.address, security=security) == 3
-    assert (tmp_path / "tls_scheduler_key").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.images
-async def test_keys_may_be_in_the_files_of_their_certificates(platform, tmp_path):
-    security = Security.temporary()
-    for role in ("client", "scheduler", "worker"):
+    (tmp_path / "ca").write_text(security.tls_ca_file)
+    security.tls_ca_file = str(tmp_path / "ca")
+    for role in ("client", "scheduler"):
         file = tmp_path / f"{role}.pem"
-        parts = [getattr(security, f"tls_{role}_{part}") for part in ("cert", "key")]
-        file.write_text("\n".join(parts))
+        file.write_text("\n".join(getattr(security, f"tls_{role}_{part}") for part in ("cert", "key")))
         setattr(security, f"tls_{role}_cert", str(file))
         setattr(security, f"tls_{role}_key", None)
     async with make(n_workers=1, security=security) as cluster:
+        assert cluster.security.tls_scheduler_key == str(tmp_path / "scheduler.pem")
         assert await computes(cluster.scheduler.address, security=security) == 3
     assert security.tls_client_key is None
-
-
-async def test_an_incomplete_security_is_refused_before_anything_is_launched(platform):
-    with pytest.raises(ValueError, match=r"invalid security=.*expected a Security with tls_ca_file"):
-        await make(security=Security(require_encryption=True))
-    assert platform.list_workers() == []
+    assert (tmp_path / "ca").exists()
 
 
 @pytest.fixture
@@ -238,11 +198,12 @@ def test_paths_of_keys_may_be_below_the_home_folder(files, tmp_path):
     assert security.get_connection_args("worker")["ssl_context"]
 
 
-@pytest.mark.parametrize("wrong", ["~/missing.pem", "~/folder", "~/empty.pem", "~/pipe", "~/ca.pem/key.pem"])
-@pytest.mark.parametrize("name", ["ca", "key"])
-async def test_a_missing_file_of_keys_is_refused_before_anything_is_launched(platform, files, name, wrong):
-    field = {"ca": "tls_ca_file", "key": "tls_client_key"}[name]
-    path = wrong.replace("~", os.environ["HOME"])
-    with pytest.raises(ValueError, match=f"invalid security: .* whose {field} is a PEM .*, got '{path}' \\("):
-        await make(security=files(**{name: wrong}))
+async def test_an_unusable_security_is_refused_before_anything_is_launched(platform, files):
+    with pytest.raises(ValueError, match=r"invalid security=.*expected a Security with tls_ca_file"):
+        await make(security=Security(require_encryption=True))
+    for name, field in {"ca": "tls_ca_file", "key": "tls_client_key"}.items():
+        for wrong in "missing.pem", "folder", "empty.pem", "pipe", "ca.pem/key.pem":
+            words = f"whose {field} is a PEM .*, got '{os.environ['HOME']}/{wrong}' \\("
+            with pytest.raises(ValueError, match=f"invalid security: .* {words}"):
+                await make(security=files(**{name: f"~/{wrong}"}))
     assert platform.list_workers() == []

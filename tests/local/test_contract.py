@@ -36,55 +36,40 @@ def test_parameters_of_launch_workers_have_the_known_names_and_order(workers_v1)
     assert {*parameters[len(known) :]} <= newer or PLATFORM == "cml"
 
 
-def test_launch_returns_a_dict_with_an_id_for_each_session(launch):
-    sessions = launch(2, code=FOREVER)
-    ids = {session["id"] for session in sessions}
-    assert len(ids) == 2
-    assert all(len(id) == 16 and id.isalnum() for id in ids)
-
-
-def test_list_has_running_and_ended_sessions(launch, reaches, workers_v1):
-    [long], [short] = launch(code=FOREVER), launch(code="pass")
-    reaches(long, "running")
-    reaches(short, "succeeded")
-    statuses = {session["id"]: session["status"] for session in workers_v1.list_workers()}
-    assert statuses[long["id"]] == "running"
-    assert statuses[short["id"]] == "succeeded"
-
-
-def test_status_only_moves_forward(launch, find):
+def test_status_only_moves_forward_and_the_address_is_unknown_before_the_session_runs(launch, find):
     [session] = launch(code="import time; time.sleep(0.2)")
-    seen = [find(session["id"])["status"]]
-    while seen[-1] != "succeeded":
-        seen.append(find(session["id"])["status"])
+    assert session.get("ip_address", "unknown") == "unknown" or session["status"] == "running"
+    seen = []
+    while not seen or seen[-1] != "succeeded":
+        now = find(session["id"])
+        seen.append(now["status"])
+        assert now.get("ip_address", "unknown") == "unknown" or now["status"] in ("running", "succeeded")
         time.sleep(0.01)
     places = [STATUSES.index(status) for status in seen]
     assert places == sorted(places)
+    assert now["ip_address"].count(".") == 3
 
 
-def test_address_is_not_known_before_the_session_runs(launch, find, reaches):
-    [session] = launch(code=FOREVER)
-    assert session.get("ip_address", "unknown") == "unknown" or session["status"] == "running"
-    while (now := find(session["id"]))["status"] != "running":
-        assert now.get("ip_address", "unknown") == "unknown"
-    address = reaches(session, "running")["ip_address"]
-    assert address.count(".") == 3
-
-
-def test_code_runs_in_the_launchers_python(output_of):
-    executable = output_of("import sys; open('{output}', 'w').write(sys.executable)")
-    assert os.path.samefile(executable, sys.executable)
-
-
-def test_a_session_whose_code_raises_an_exception_fails(launch, reaches):
-    [session] = launch(code="1 / 0")
-    assert reaches(session, "succeeded", "failed")["status"] == "failed"
-
-
-@pytest.mark.parametrize("command", ["!no-such-command", "!exit 3"])
-def test_exit_status_of_a_command_is_lost(launch, reaches, command):
-    [session] = launch(code=command)
-    assert reaches(session, "succeeded", "failed")["status"] == "succeeded"
+def test_sessions_end_as_their_code_says_and_stay_listed(launch, reaches, workers_v1):
+    # The exit status of a command is lost.
+    ends = {"pass": "succeeded", "1 / 0": "failed", "!no-such-command": "succeeded", "!exit 3": "succeeded"}
+    ids = {code: launch(code=code)[0]["id"] for code in ends}
+    long, stopped = (session["id"] for session in launch(2, code=FOREVER))
+    assert len({*ids.values(), long, stopped}) == 6
+    assert all(len(id) == 16 and id.isalnum() for id in ids.values())
+    workers_v1.stop_workers(stopped)
+    reaches(long, "running")
+    reaches(stopped, "stopped")
+    for code, status in ends.items():
+        assert reaches(ids[code], "succeeded", "failed")["status"] == status
+    result = workers_v1.await_workers([ids["pass"], ids["1 / 0"], stopped])
+    assert [session["id"] for session in result["workers"]] == [ids["pass"]]
+    assert {session["id"] for session in result["failures"]} == {ids["1 / 0"], stopped}
+    listed = {session["id"]: session for session in workers_v1.list_workers()}
+    assert listed[long]["status"] == "running"
+    workers_v1.stop_workers(ids["1 / 0"])  # it has ended
+    again = {session["id"]: session for session in workers_v1.list_workers()}[ids["1 / 0"]]
+    assert (again["status"], again["finished_at"]) == ("failed", listed[ids["1 / 0"]]["finished_at"])
 
 
 def test_command_is_expanded_by_ipython(output_of):
@@ -99,20 +84,20 @@ def test_script_takes_precedence_over_code(launch, reaches, directory):
     assert (directory / "output").read_text().endswith("script.py")
 
 
-def test_environment_is_not_the_launchers(output_of, monkeypatch):
+def test_the_environment_describes_the_session_and_is_not_the_launchers(
+    launch, reaches, directory, monkeypatch
+):
     monkeypatch.setenv("OF_THE_LAUNCHER", "1")
-    environment = json.loads(output_of(DUMP_ENVIRONMENT, env={"GIVEN": "1"}))
+    path = directory / "environment"
+    code = "import os, sys; os.environ['EXECUTABLE'] = sys.executable; "
+    code += DUMP_ENVIRONMENT.replace("{output}", str(path))
+    [session] = launch(code=code, cpu=1.5, memory=2, env={"GIVEN": "1", "CDSW_ENGINE_ID": "another"})
+    address = reaches(session, "succeeded")
+    environment = json.loads(path.read_text())
+    assert os.path.samefile(environment["EXECUTABLE"], sys.executable)
     assert environment["GIVEN"] == "1"
     assert "OF_THE_LAUNCHER" not in environment
     assert environment["HOME"] == os.environ["HOME"]
-
-
-def test_the_environment_describes_the_session(launch, reaches, directory):
-    path = directory / "environment"
-    code = DUMP_ENVIRONMENT.replace("{output}", str(path))
-    [session] = launch(code=code, cpu=1.5, memory=2)
-    address = reaches(session, "succeeded")
-    environment = json.loads(path.read_text())
     assert environment["CDSW_ENGINE_ID"] == session["id"]
     assert environment["CDSW_MASTER_ID"] not in ("", session["id"])
     assert environment["CDSW_MASTER_IP"]
@@ -126,55 +111,36 @@ def test_the_environment_describes_the_session(launch, reaches, directory):
 
 
 @not_on_cml
-def test_over_quota_the_answer_is_a_dict_without_an_id(launch, workers_v1):
-    workers_v1.configure(quota={"cpu": 1})
-    [answer] = launch(cpu=2, code=FOREVER)
-    assert "id" not in answer
+def test_over_quota_the_answer_is_a_dict_without_an_id(launch, find, reaches, workers_v1):
+    """What was half made can be stopped."""
+    workers_v1.configure(quota={"memory": 5})
+    answers = sorted(launch(4, memory=2, code=FOREVER), key=lambda answer: "id" in answer)
+    assert ["id" in answer for answer in answers] == [False, False, True, True]
+    answer = answers[0]
     assert answer["message"]
     assert "exceeded quota: " in answer["k8sMessage"]
     assert answer["engineId"].isalnum()
-
-
-@not_on_cml
-def test_the_quota_can_refuse_some_of_many_sessions(launch, workers_v1):
-    workers_v1.configure(quota={"memory": 5})
-    answers = launch(4, memory=2, code=FOREVER)
-    assert sorted("id" in answer for answer in answers) == [False, False, True, True]
-
-
-@not_on_cml
-def test_a_half_created_session_can_be_stopped(launch, find, reaches, workers_v1):
-    workers_v1.configure(quota={"sessions": 0})
-    [answer] = launch(code=FOREVER)
     assert find(answer["engineId"])["status"] == "scheduling"
     [response] = workers_v1.stop_workers(answer["engineId"])
     assert response.status_code == 204
     reaches(answer["engineId"], "stopped")
+    [response] = workers_v1.stop_workers("0123456789abcdef")
+    assert response.status_code == 404
 
 
 def test_stop_ends_the_given_sessions_only(launch, reaches, find, workers_v1):
-    first, second, third = launch(3, code=FOREVER)
-    for session in (first, second, third):
+    first, second, third = sessions = launch(3, code=FOREVER)
+    for session in sessions:
         reaches(session, "running")
-    responses = workers_v1.stop_workers(first["id"], second["id"])
+    result = workers_v1.await_workers(sessions, wait_for_completion=False)
+    assert {session["id"] for session in result["workers"]} == {session["id"] for session in sessions}
+    assert all(session["ip_address"] != "unknown" for session in result["workers"])
+    assert result["failures"] == []
+    responses = workers_v1.stop_workers(first["id"], find(second["id"]))  # as other functions return it
     assert [response.status_code for response in responses] == [204, 204]
     for session in (first, second):
         assert reaches(session, "stopped")["finished_at"]
     assert find(third["id"])["status"] == "running"
-
-
-def test_stop_changes_nothing_of_an_ended_session(launch, reaches, find, workers_v1):
-    [session] = launch(code="1 / 0")
-    ended = reaches(session, "failed")
-    workers_v1.stop_workers(session["id"])
-    assert find(session["id"])["finished_at"] == ended["finished_at"]
-    assert find(session["id"])["status"] == "failed"
-
-
-@not_on_cml
-def test_stop_of_an_unknown_session_is_answered_with_404(workers_v1):
-    [response] = workers_v1.stop_workers("0123456789abcdef")
-    assert response.status_code == 404
 
 
 @not_on_cml
@@ -216,29 +182,3 @@ def test_session_can_launch_sessions_which_have_the_same_master(launch, reaches,
     masters = {json.loads(file.read_text())["CDSW_MASTER_ID"] for file in (outer, path)}
     assert len(masters) == 1
     assert session["id"] not in masters
-
-
-def test_await_returns_running_sessions(launch, reaches, workers_v1):
-    sessions = launch(2, code=FOREVER)
-    for session in sessions:
-        reaches(session, "running")
-    result = workers_v1.await_workers(sessions, wait_for_completion=False)
-    assert {session["id"] for session in result["workers"]} == {session["id"] for session in sessions}
-    assert all(session["ip_address"] != "unknown" for session in result["workers"])
-    assert result["failures"] == []
-
-
-def test_await_returns_done_and_failed_sessions(launch, reaches, workers_v1):
-    [good], [bad], [stopped] = launch(code="pass"), launch(code="1 / 0"), launch(code=FOREVER)
-    workers_v1.stop_workers(stopped["id"])
-    for session in (good, bad, stopped):
-        reaches(session, "succeeded", "failed", "stopped")
-    result = workers_v1.await_workers([good["id"], bad["id"], stopped["id"]])
-    assert [session["id"] for session in result["workers"]] == [good["id"]]
-    assert {session["id"] for session in result["failures"]} == {bad["id"], stopped["id"]}
-
-
-def test_stop_workers_accepts_sessions_as_other_functions_return_them(launch, reaches, workers_v1):
-    [session] = launch(code=FOREVER)
-    workers_v1.stop_workers(reaches(session, "running"))
-    reaches(session, "stopped")

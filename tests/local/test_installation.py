@@ -34,7 +34,9 @@ def real(no_cml, monkeypatch, tmp_path, request):
     return request.param.removesuffix(".py").replace("/", ".")
 
 
-def test_installed_platform_is_imported_as_cml_and_as_cdsw(platform, no_cml):
+def test_installed_platform_is_imported_as_cml_and_as_cdsw(platform, no_cml, monkeypatch, tmp_path):
+    (tmp_path / "cml").mkdir()  # a folder without modules is no real one
+    monkeypatch.syspath_prepend(tmp_path)
     platform.install()
     platform.install()
     assert importlib.import_module("cml.workers_v1") is local
@@ -50,13 +52,6 @@ def test_a_real_module_is_not_hidden_unless_forced(platform, real):
     assert importlib.import_module(real) is not local
     platform.install(force=True)
     assert importlib.import_module(real) is local
-
-
-def test_a_folder_named_cml_without_modules_is_no_real_module(platform, no_cml, monkeypatch, tmp_path):
-    (tmp_path / "cml").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    platform.install()
-    assert importlib.import_module("cml.workers_v1") is local
 
 
 class HandmadeCluster:

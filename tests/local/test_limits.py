@@ -10,6 +10,7 @@ from dask_cml.local import state
 
 from .conftest import FOREVER
 
+pytestmark = pytest.mark.slow
 #: GiB of the sessions, and MiB that are too many for them.
 SIZE, TOO_MUCH = 0.1875, 300
 AT_ONCE = f"block = bytearray({TOO_MUCH} << 20)"
@@ -43,7 +44,7 @@ def reason(platform):
     """Return why the platform let a session fail."""
 
     def reason(session):
-        return next(session["reason"] for session in platform.sessions() if session["id"] == session["id"])
+        return next(other["reason"] for other in platform.sessions() if other["id"] == session["id"])
 
     return reason
 

@@ -20,17 +20,13 @@ http.server.HTTPServer(({host!r}, {port}), Handler).serve_forever()
 """
 
 
-pytestmark = pytest.mark.usefixtures("namespaces")
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
 
 def fetched(url: str) -> str | None:
     try:
-        return get(url)
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return response.read().decode()
     except OSError:
         return None
 
@@ -45,19 +41,15 @@ def left() -> list[str]:
 
 def test_sessions_have_addresses_of_their_own_and_the_same_ports(platform, launch, reaches, until):
     assert not platform.shares_host_network()
-    [first] = launch(code=SERVE.format(answer="first", host="0.0.0.0", port=8786))
-    [second] = launch(code=SERVE.format(answer="second", host="0.0.0.0", port=8786))
-    for session, answer in ((first, "first"), (second, "second")):
-        address = reaches(session, "running")["ip_address"]
-        until(lambda url=f"http://{address}:8786/", answer=answer: fetched(url) == answer)
-
-
-def test_loopback_of_a_session_is_out_of_reach(launch, reaches, until):
-    code = SERVE.format(answer="private", host="127.0.0.1", port=8100)
-    [session] = launch(code=f"print('up', flush=True)\n{code}")
-    address = reaches(session, "running")["ip_address"]
-    assert fetched(f"http://{address}:8100/") is None
-    assert fetched("http://127.0.0.1:8100/") != "private"
+    hosts = {"first": "0.0.0.0", "second": "0.0.0.0", "private": "127.0.0.1"}
+    urls = {}
+    for answer, host in hosts.items():
+        [session] = launch(code=SERVE.format(answer=answer, host=host, port=8786))
+        urls[answer] = f"http://{reaches(session, 'running')['ip_address']}:8786/"
+    for answer in "first", "second":
+        until(lambda answer=answer: fetched(urls[answer]) == answer)
+    assert fetched(urls["private"]) is None
+    assert fetched("http://127.0.0.1:8786/") != "private"
 
 
 def test_sessions_reach_each_other_and_know_their_own_address(launch, reaches, output_of, until):

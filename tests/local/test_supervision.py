@@ -46,19 +46,24 @@ def daemon(directory, until):
     return DAEMON.format(path=str(path)), pid
 
 
-def test_session_outlives_the_process_that_launched_it(platform, reaches, until):
+def test_session_outlives_the_process_that_launched_it(platform, launch, reaches):
+    """All processes of a user see and stop it."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", f"{LAUNCH}\n{FOREVER}"],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    session_id = launcher.stdout.readline().strip()
+    there = launcher.stdout.readline().strip()
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.communicate()
-    reaches(session_id, "running")
-    platform.stop_workers(session_id)
-    reaches(session_id, "stopped")
+    reaches(there, "running")
+    [here] = launch(code=FOREVER)
+    assert {session["id"] for session in platform.list_workers()} == {here["id"], there}
+    stop = f"from dask_cml import local; local.stop_workers({here['id']!r}, {there!r})"
+    subprocess.check_call([sys.executable, "-c", stop])
+    reaches(here, "stopped")
+    reaches(there, "stopped")
 
 
 def test_a_session_that_finds_that_its_supervisor_was_killed_ends(platform, launch, directory, until):
@@ -79,16 +84,6 @@ while True:
     until(path.exists)
     pid = int(path.read_text())
     until(lambda: not alive(pid))
-
-
-def test_all_processes_of_a_user_see_the_same_sessions(platform, launch, reaches):
-    [here] = launch(code=FOREVER)
-    there = subprocess.check_output([sys.executable, "-c", LAUNCH], text=True).strip()
-    assert {session["id"] for session in platform.list_workers()} == {here["id"], there}
-    stop = f"from dask_cml import local; local.stop_workers({here['id']!r})"
-    subprocess.check_call([sys.executable, "-c", stop])
-    reaches(here, "stopped")
-    platform.stop_workers(there)
 
 
 def test_stop_leaves_no_process(platform, launch, reaches, daemon):
@@ -137,11 +132,15 @@ def names(directory):
     return {path.name for path in directory.iterdir()}
 
 
-def test_only_the_main_process_is_asked_to_end(platform, asked, reaches, directory):
-    platform.configure(stop_grace=1.0)
+def test_only_the_main_process_is_asked_to_end_and_all_are_killed_after_the_grace(
+    platform, asked, reaches, directory
+):
+    platform.configure(stop_grace=0.5)
     session = asked(main="pass")
+    begin = time.monotonic()
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
+    assert time.monotonic() - begin >= 0.5
     assert names(directory) == {"main ready", "child ready", "main"}
 
 
@@ -151,38 +150,6 @@ def test_end_of_the_main_process_ends_the_grace(platform, asked, reaches):
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
     assert processes.find(session["id"]) == set()
-
-
-def test_eviction_can_give_notice(platform, asked, find, directory):
-    platform.configure(stop_grace=600)
-    session = asked()
-    platform.evict(session["id"], notice=True)
-    assert find(session["id"])["status"] == "failed"
-    assert platform.sessions()[-1]["reason"] == "evicted"
-    assert "main" in names(directory)
-
-
-def test_eviction_without_notice_kills_at_once(platform, asked, directory):
-    platform.configure(stop_grace=600)
-    session = asked()
-    platform.evict(session["id"])
-    assert platform.sessions()[-1]["status"] == "failed"
-    assert platform.sessions()[-1]["reason"] == "evicted"
-    assert names(directory) == {"main ready", "child ready"}
-
-
-def test_stubborn_session_is_killed_after_the_grace(platform, launch, reaches, until, directory):
-    platform.configure(stop_grace=0.3)
-    ready = directory / "ready"
-    [session] = launch(
-        code="import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open({str(ready)!r}, 'w').close(); time.sleep(600)"
-    )
-    until(ready.exists)
-    begin = time.monotonic()
-    platform.stop_workers(session["id"])
-    reaches(session, "stopped")
-    assert time.monotonic() - begin >= 0.3
 
 
 def test_session_can_be_stopped_before_it_starts(platform, launch, reaches):
@@ -213,6 +180,7 @@ def test_evicted_session_fails_and_leaves_no_process(platform, launch, find, dae
     platform.evict(session["id"])
     assert find(session["id"])["status"] == "failed"
     assert find(session["id"])["finished_at"]
+    assert platform.sessions()[-1]["reason"] == "evicted"
     assert not alive(daemon_pid)
     platform.evict(session["id"])
     with pytest.raises(LookupError):
