@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
@@ -24,15 +23,9 @@ _R = TypeVar("_R")
 
 def in_short(error: BaseException) -> list[str]:
     """Return the lines that IPython shows: the error first, then the frames of the user's code."""
-    shown = [f"{type(error).__name__}: {error}"]
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if _package_of(frame) in _OURS:
-            continue
-        [summary] = traceback.StackSummary.extract([(frame, line)])
-        # IPython invents the file name of a notebook's cell.
-        where = f'File "{summary.filename}"' if Path(summary.filename).exists() else "Cell"
-        shown.append(f"  {where}, line {line}, in {summary.name}\n    {summary.line}")
-    return shown
+    frames = [pair for pair in traceback.walk_tb(error.__traceback__) if _package_of(pair[0]) not in _OURS]
+    lines = traceback.StackSummary.extract(frames).format()
+    return [f"{type(error).__name__}: {error}", *map(str.rstrip, lines)]
 
 
 def _package_of(frame: FrameType) -> str:

@@ -443,5 +443,5 @@ def test_sigterm_after_the_last_cluster_ends_the_program_as_ever(platform, all_s
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(3600)
     """
-    assert Program(code).ends() == (-signal.SIGTERM, "", "")
+    assert Program(code).ends() == (128 + signal.SIGTERM, "", "")
     all_stopped(1)

@@ -69,10 +69,6 @@ def _handle_signals() -> None:
 
 def _exit(signum: int, _: Any) -> None:
     """Shut down all clusters, and end the program here, as the signal does by default."""
-    if not _clusters:  # a thread has closed the last one
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
-        return
     _end_all()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # of a stream of the program, of any class

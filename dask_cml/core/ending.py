@@ -66,8 +66,6 @@ class Ending:
         self._task: asyncio.Task[None] | None = None
         #: The id of an exception that the caller handles. It ends no block of this cluster.
         self._handled = id(sys.exc_info()[1])
-        #: What waits for a file system that hangs.
-        self._writing: set[asyncio.Future[None]] = set()
         self._close_lock = threading.RLock()
         #: Whether the thread that has the lock closes.
         self._closes = False
@@ -147,13 +145,9 @@ class Ending:
 
     async def _in_time(self, awaitable: Awaitable[None]) -> None:
         """Wait for what may write files. If the file system hangs, go on: the sessions must be stopped."""
-        writing = asyncio.ensure_future(awaitable)
-        self._writing.add(writing)  # until the file system answers
-        writing.add_done_callback(self._writing.discard)
-        await asyncio.wait([writing], timeout=timing.files)
-        if writing.done():
-            writing.result()
-        else:
+        try:
+            await within(timing.files, asyncio.shield(awaitable))
+        except asyncio.TimeoutError:
             logger.warning("Files of cluster %s not written within %g s", self._name, timing.files)
 
     async def _say_goodbye(self) -> None:

@@ -134,8 +134,6 @@ async def _watch(cluster: Any) -> None:
 
 async def _launch_strictly(cluster: Any, workers: Mapping[str, Any]) -> None:
     async def launch(name: str) -> None:
-        if name not in cluster.worker_spec:
-            return
         try:
             await cluster.processes.launch_one(name, workers[name])
         except CMLError:
