@@ -32,6 +32,8 @@ from dask_cml.sessions.entry import Launch
 LAUNCHED = 1790000000
 #: What the first scheduler of a cluster without worker groups begins with.
 WANTED: dict[str, Any] = {"groups": {}}
+#: Options of clusters without nannies and without the dashboard, for fixtures that several tests share.
+LIGHT = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
 #: The environment of processes in the session of the tests.
 NOTEBOOK = {"CDSW_ENGINE_ID": "notebook12345678"}
 

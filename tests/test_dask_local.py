@@ -19,16 +19,13 @@ import sys
 from unittest import mock
 
 import pytest
-from clusters import arrived, make, scheduler_of, simulate
+from clusters import LIGHT, arrived, make, scheduler_of, simulate
 from distributed import Client
 from distributed.core import Status
 from distributed.deploy.spec import close_clusters
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
-
-LIGHT = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
-
 
 # -- a cluster without an event loop of the user's
 

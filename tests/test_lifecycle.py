@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import time
 from contextlib import asynccontextmanager
 from unittest import mock
@@ -33,7 +31,6 @@ from clusters import (
     step_in,
     unsubscribe,
 )
-from distributed import Client, get_worker
 from distributed.core import Status
 from simulated.faults import HTTPError, Mishap
 from simulated.process import SimulatedProcess
@@ -43,7 +40,7 @@ from simulated.testing import eventually, simulated
 from dask_cml import ClusterExists, CMLCluster, CMLError, protocol
 from dask_cml.discovery import CMLCluster as DiscoveredCluster
 from dask_cml.discovery import discover
-from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
+from dask_cml.layout import RECORD_FILE, board_file
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.scheduler.resident import WHO
@@ -52,31 +49,9 @@ from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
 
-MAKER = """
-import threading
-import time
-from dask_cml import CMLCluster
-
-if __name__ == "__main__":
-    cluster = CMLCluster(n_workers=2, name="made", platform="local", **{options})
-    while cluster.n_pending:
-        time.sleep(0.05)
-    print("ready", flush=True)
-    time.sleep(3600)
-"""
-
-SLEEP = "import time; time.sleep(600)"
 #: The same cluster on the simulated platform, with keys, so that its scheduler is asked whether it lives.
 MADE = {"name": "made", "n_workers": 2, "security": True}
 ANOTHER = {"CDSW_ENGINE_ID": "anothersession00"}
-
-
-def make_and_kill(**options):
-    """Have another process make a cluster, and kill it."""
-    code = MAKER.format(options=options)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
-        assert maker.stdout.readline() == "ready\n"
-        maker.kill()
 
 
 @simulated
@@ -375,29 +350,6 @@ async def test_a_scheduler_waits_for_its_creator_as_long_as_the_start_may_take(i
         content = json.loads((state_directory() / "made" / board_file(0)).read_text())
         assert content["patience"] == patience
         await cluster.shutdown()
-
-
-@pytest.mark.slow
-def test_a_creator_that_is_killed_before_it_connects_leaves_an_orphan_that_shuts_down(platform, until):
-    platform.configure(start_delay=1.0)
-    code = MAKER.format(options={"orphan_timeout": "1s", "scheduler_timeout": "10s"})
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as maker:
-        until(lambda: len(platform.sessions()) == 3)
-        maker.kill()
-    until((state_directory() / "made" / scheduler_file(0)).exists)
-    until(lambda: not live(platform))
-
-
-@pytest.mark.slow
-async def test_a_task_that_opens_a_client_with_another_name_does_not_keep_its_cluster(namespaces, holds):
-    def open_client():
-        get_worker().opened = Client("cml://made", name="own", set_as_default=False)
-        return get_worker().opened.id
-
-    await asyncio.to_thread(make_and_kill, orphan_timeout="20s")
-    async with Client("cml://made", asynchronous=True) as client:
-        assert (await client.submit(open_client)).startswith("Client-own-")
-    await holds(lambda: not [s for s in namespaces.sessions() if s["status"] == "running"])
 
 
 @simulated

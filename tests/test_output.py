@@ -259,8 +259,7 @@ def write():
 signal.signal(signal.SIGUSR1, lambda *_: logger.warning("of the handler"))
 interrupted = line = 0
 while line >= interrupted:
-    if sys.argv[1:]:
-        output._begin()
+    output._begin()
     interrupted, line = interrupted + 1, 0
     sys.settrace(interrupt)
     write()
@@ -270,12 +269,9 @@ print(interrupted)
 """
 
 
-@pytest.mark.parametrize(
-    "begins", [pytest.param((), marks=pytest.mark.slow), ("begins",)], ids=["later", "first"]
-)
-def test_a_signals_handler_may_log_wherever_it_interrupts_the_program(begins):
+def test_a_signals_handler_may_log_wherever_it_interrupts_the_program():
     """Before each line, in turn, of what writes words, and of the locks and threads that it uses."""
-    command = [sys.executable, "-c", SIGNAL, *begins]
+    command = [sys.executable, "-c", SIGNAL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     n, words = int(done.stdout), done.stderr.splitlines()

@@ -9,7 +9,7 @@ import time
 import dask
 import distributed
 import pytest
-from clusters import arrived, connected, lines_of, log_of, make, rebuild, simulate
+from clusters import LIGHT, arrived, connected, lines_of, log_of, make, rebuild, simulate
 from distributed import Client, wait
 from programs import Program
 from simulated.testing import eventually, simulated
@@ -175,9 +175,8 @@ async def test_scattered_data_that_was_lost_names_the_reason(it):
 def ended(shared_platform, tmp_path_factory):
     """The logs of a cluster whose workers have stopped, their folder, and what CML's console shows."""
     folder = tmp_path_factory.mktemp("logs")
-    light = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
     options = {"name": "night", "n_workers": 2, "log_directory": str(folder / "logs"), "platform": "local"}
-    with CMLCluster(**options, **light) as cluster, Client(cluster) as client:
+    with CMLCluster(**options, **LIGHT) as cluster, Client(cluster) as client:
         client.wait_for_workers(2, timeout=120)
         client.submit(print, "a task has printed this").result()
         while "a task has printed this" not in str(cluster.get_logs()):

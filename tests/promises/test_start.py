@@ -8,7 +8,7 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, connected, simulate
+from clusters import LIGHT, arrived, connected, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 
@@ -177,13 +177,12 @@ SIZES = [(1, 1, None, 0.73), (2, 2, None, 1.71), (3, "1.5 GiB", "512 MiB", 1.0)]
 @pytest.fixture(scope="module")
 def client(shared_platform):
     """The client of a cluster with a worker of each size."""
-    light = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
     groups = {
         f"of-{cpu}": {"cpu": cpu, "memory": memory, "memory_reserve": reserve, "n_workers": 1}
         for cpu, memory, reserve, _ in SIZES
     }
     with dask.config.set({**OURS, "cml.inherit": ["mine"]}):
-        cluster = CMLCluster(platform="local", env=ENV, worker_groups=groups, **light)
+        cluster = CMLCluster(platform="local", env=ENV, worker_groups=groups, **LIGHT)
     with cluster, Client(cluster) as client:
         client.wait_for_workers(len(SIZES), timeout=120)
         yield client
