@@ -1,25 +1,23 @@
 """The fault matrix: what goes wrong, and that the cluster has what it was asked for in the end.
 
-Of the scheduler's faults, those at the start are in test_start.py, and its loss is in test_failover.py. A
-refusal is no fault of a session that was launched, so nothing is killed after it.
+Of the scheduler's faults, those at the start are in promises/test_start.py, and its loss is in
+test_failover.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import time
 
 import dask
 import pytest
-from clusters import arrived, log_of, make, rebuild, simulate, target
+from clusters import arrived, log_of, make, simulate, target
 from distributed import Client
 from simulated.faults import HTTPError, JSONDecodeError, Mishap
 from simulated.testing import eventually, simulated
-from testbed import faults
 
-from dask_cml import CMLError, SessionFailed
+from dask_cml import CMLError
 
 pytestmark = pytest.mark.usefixtures("light")
 MODES = {
@@ -58,62 +56,30 @@ def complete(cluster, n):
     )
 
 
-@modes
-@pytest.mark.parametrize("fault", ["fails", "succeeds", "silent"])
-@simulated
-async def test_a_worker_that_does_not_connect_is_replaced(it, mode, fault):
-    words = {
-        "fails": "lost: it never connected; the platform says failed",
-        "succeeds": "lost: it never connected; the platform says succeeded",
-        "silent": "lost: it did not connect within 20 s",
-    }[fault]
-    async with simulate(**MODES[mode]) as cluster:
-        it.platform.doom(fault)
-        ask(cluster, mode, 1)
-        if fault == "silent":
-            await eventually(lambda: cluster.workers)
-            [silent] = cluster.workers.values()
-            silent.options = dataclasses.replace(silent.options, worker_timeout=20.0)
-        await eventually(lambda: words in log_of(cluster))
-        await eventually(lambda: complete(cluster, 1))
-        # What was given up is stopped.
-        await eventually(lambda: len(it.platform.running) == 2)
-
-
-@simulated
-async def test_a_replacement_that_is_refused_is_tried_again_and_the_target_stays(it):
-    with dask.config.set({"cml.quota-retry": "20s"}):
-        async with simulate(n_workers=3) as cluster, rebuild(cluster.name) as remote:
-            await eventually(lambda: complete(cluster, 3))
-            it.platform.configure({"sessions": 2})
-            for session in [session.id for session in cluster.sessions if session.role == "worker"][:2]:
-                it.platform.evict(session)
-            await eventually(lambda: cluster.problem and "1 of 3 workers launched" in cluster.problem)
-            await eventually(lambda: remote.problem == cluster.problem)
-            assert target(cluster) == target(remote) == 3
-            assert cluster.n_pending == 2
-            asked = it.platform.count("launch_workers")
-            await asyncio.sleep(70.0)
-            assert 2 <= it.platform.count("launch_workers") - asked <= 4
-            assert log_of(cluster).count("launched 1 of 3 workers") == 1
-            it.platform.configure({"sessions": 3})
-            await eventually(lambda: cluster.problem and "2 of 3 workers launched" in cluster.problem)
-            it.platform.configure()
-            await eventually(lambda: complete(cluster, 3))
-            await eventually(lambda: cluster.problem is remote.problem is None)
+#: What may become of a session, and what is said of it.
+FAULTS = {
+    "fails": "lost: it never connected; the platform says failed",
+    "succeeds": "lost: it never connected; the platform says succeeded",
+    "silent": "lost: it did not connect within 20 s",
+    "silent, and evicted": "lost: it never connected; the platform says failed",
+}
 
 
 @modes
 @simulated
-async def test_a_worker_killed_before_it_connects_is_replaced(it, mode):
-    async with simulate(**MODES[mode]) as cluster:
-        it.platform.doom("silent")
-        ask(cluster, mode, 1)
-        await eventually(lambda: len(it.platform.running) == 2)
-        [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
-        it.platform.evict(lost)
-        await eventually(lambda: complete(cluster, 1))
-        assert "lost: it never connected; the platform says failed" in log_of(cluster)
+async def test_a_worker_that_does_not_connect_is_replaced(it, mode):
+    async with simulate(**MODES[mode], worker_timeout=20.0) as cluster:
+        for n, (fault, words) in enumerate(FAULTS.items(), start=1):
+            before = log_of(cluster).count(words)
+            it.platform.doom(fault.partition(",")[0])
+            ask(cluster, mode, n)
+            if "evicted" in fault:
+                await eventually(lambda n=n: len(it.platform.running) == n + 1)
+                it.platform.evict([*it.platform.running.values()][-1])
+            await eventually(lambda words=words, before=before: log_of(cluster).count(words) > before)
+            await eventually(lambda n=n: complete(cluster, n))
+            # What was given up is stopped.
+            await eventually(lambda n=n: len(it.platform.running) == n + 1)
 
 
 @modes
@@ -132,17 +98,6 @@ async def test_a_killed_worker_is_replaced_and_its_results_are_computed_again(pl
         assert re.search(f"lost: ({causes})", log_of(cluster))
 
 
-@simulated
-async def test_a_scheduler_killed_before_it_answers_fails_the_start(it):
-    it.platform.doom("silent", key="scheduler")
-    start = asyncio.ensure_future(simulate(name="lab", n_workers=1))
-    await eventually(lambda: "lab-scheduler" in it.platform.running)
-    session = it.platform.running["lab-scheduler"]
-    it.platform.evict(session)
-    with pytest.raises(SessionFailed, match=session):
-        await start
-
-
 #: What goes wrong with a launch or a list, and the status that answers a stop, or None: the same goes wrong.
 WRONG = {
     "unauthorized": (Mishap(answer={"message": "Unauthorized"}, carried_out=False), 401),
@@ -155,6 +110,7 @@ WRONG = {
     "no answer": (Mishap(before=20.0, error=ConnectionError("lost"), carried_out=False), None),
     "answer lost": (Mishap(after=20.0), None),
 }
+DEFAULT = ("unauthorized", "gateway's page", "no answer")
 
 
 def spoil_one(it, wrong):
@@ -189,7 +145,10 @@ def traceback_in(caplog):
     return any(record.exc_info for record in caplog.records if re.search("cml|asyncio", record.name))
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong",
+    [wrong if wrong in DEFAULT else pytest.param(wrong, marks=pytest.mark.slow) for wrong in WRONG],
+)
 @simulated
 async def test_a_cluster_works_despite_one_wrong_answer_of_each_function(it, wrong, caplog):
     spoil_one(it, wrong)
@@ -208,15 +167,16 @@ async def test_a_cluster_works_despite_one_wrong_answer_of_each_function(it, wro
     assert not traceback_in(caplog)
 
 
-@pytest.mark.parametrize("fate", ["hidden", "unknown"])
 @simulated
-async def test_sessions_that_are_listed_late_or_without_an_address_are_waited_for(it, fate):
-    it.platform.doom(fate, times=3)
-    async with simulate(n_workers=1) as cluster:
-        await eventually(lambda: complete(cluster, 1))
-        cluster.scale(2)
-        await eventually(lambda: complete(cluster, 2))
-        assert len(it.platform.all) == 3
+async def test_sessions_that_are_listed_late_or_without_an_address_are_waited_for(it):
+    for fate in "hidden", "unknown":
+        launched = len(it.platform.all)
+        it.platform.doom(fate, times=3)
+        async with simulate(n_workers=1) as cluster:
+            await eventually(lambda: complete(cluster, 1))
+            cluster.scale(2)
+            await eventually(lambda: complete(cluster, 2))
+            assert len(it.platform.all) - launched == 3
 
 
 @pytest.mark.slow
@@ -261,11 +221,9 @@ async def test_a_key_that_is_accepted_again_ends_the_problem(it):
         await eventually(lambda: complete(cluster, 2))
 
 
-@pytest.mark.parametrize(("function", "n"), [("launch_workers", 3), ("stop_workers", 1)])
 @simulated
-async def test_what_the_platform_forbids_is_tried_again_with_pauses(it, function, n):
-    async with simulate(n_workers=2) as cluster:
-        await eventually(lambda: complete(cluster, 2))
+async def test_what_the_platform_forbids_is_tried_again_with_pauses(it):
+    async def scale(n, function):
         asked = it.platform.count(function)
         it.platform.fail(function, *[HTTPError(403)] * 10_000)
         cluster.scale(n)
@@ -275,22 +233,10 @@ async def test_what_the_platform_forbids_is_tried_again_with_pauses(it, function
         it.platform.heal()
         await eventually(lambda: complete(cluster, n))
 
-
-@pytest.mark.slow
-async def test_a_missing_key_raises_an_error_at_once(platform, holds, monkeypatch, caplog):
-    faults.inject("key", seconds=600)
-    monkeypatch.delenv("CDSW_API_KEY", raising=False)
-    with pytest.raises(CMLError, match=r"^CML did not launch .*: CDSW_API_KEY is not set: restart"):
-        await make(n_workers=1)
-    assert platform.sessions() == []
-    monkeypatch.setenv("CDSW_API_KEY", "key")
-    async with make() as cluster:
-        monkeypatch.delenv("CDSW_API_KEY")
-        cluster.scale(1)
-        await holds(lambda: "CDSW_API_KEY is not set" in repr(cluster))
-        monkeypatch.setenv("CDSW_API_KEY", "key")
-        await holds(lambda: complete(cluster, 1))
-    assert caplog.text.count("CDSW_API_KEY is not set") == 1
+    async with simulate(n_workers=2) as cluster:
+        await eventually(lambda: complete(cluster, 2))
+        await scale(3, "launch_workers")
+        await scale(1, "stop_workers")
 
 
 @simulated

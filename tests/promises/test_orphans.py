@@ -84,6 +84,7 @@ async def test_another_notebook_keeps_the_cluster_and_its_workers(it):
     await eventually(lambda: not it.platform.live)
 
 
+@pytest.mark.slow
 @simulated
 async def test_with_never_a_cluster_waits_for_its_users(it):
     await create_and_kill(it, name="lab", security=True, orphan_timeout="never")
@@ -118,6 +119,7 @@ async def test_what_its_own_tasks_open_does_not_keep_it(it, open_in_a_task):
     await eventually(lambda: not it.platform.live)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_task_of_another_cluster_keeps_it(it):
     opened = []

@@ -26,6 +26,7 @@ async def left_running(it, seconds):
     return {*it.platform.running}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [False, True], ids=["event-loop", "interpreter"])
 @simulated
 async def test_a_cell_of_minutes_costs_neither_the_cluster_nor_its_results(it, threads):
@@ -49,6 +50,7 @@ async def test_a_cell_of_minutes_costs_neither_the_cluster_nor_its_results(it, t
     await working
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_client_that_is_held_for_minutes_keeps_the_cluster(it):
     async def work():
@@ -69,6 +71,7 @@ async def test_a_client_that_is_held_for_minutes_keeps_the_cluster(it):
     assert await left_running(it, 2 * ORPHAN_TIMEOUT) == set()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_held_creator_does_not_delay_who_manages_the_cluster(it):
     creator = await create_elsewhere(it, name="lab", n_workers=1)
@@ -89,7 +92,7 @@ async def test_a_creator_whose_machine_is_gone_leaves_an_orphan_that_ends(it):
     assert await left_running(it, 2 * MINUTE) == set()
 
 
-@pytest.mark.parametrize("pause", [5.0, 20.0])
+@pytest.mark.parametrize("pause", [pytest.param(5.0, marks=pytest.mark.slow), 20.0])
 @simulated
 async def test_an_orphan_whose_scheduler_pauses_now_and_then_ends(it, pause):
     await create_and_kill(it, name="lab", n_workers=1)
@@ -112,6 +115,7 @@ async def test_a_long_pause_of_the_scheduler_does_not_use_up_the_time_of_a_new_u
         await cluster.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connects", [False, True], ids=["nobody-comes", "a-client-comes-and-goes"])
 @simulated
 async def test_a_cluster_that_is_to_live_on_does_so_if_its_creator_is_killed_while_it_starts(it, connects):
@@ -131,6 +135,7 @@ async def test_a_cluster_that_is_to_live_on_does_so_if_its_creator_is_killed_whi
     await (await rebuild("night")).shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_its_creator_leaves_runs_on(it):
     async def create():
@@ -157,7 +162,9 @@ async def test_who_only_connects_and_leaves_does_not_keep_the_cluster_of_another
 # -- clusters that do not answer
 
 
-@pytest.mark.parametrize("security", [True, False], ids=["keys", "no-keys"])
+@pytest.mark.parametrize(
+    "security", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["keys", "no-keys"]
+)
 @simulated
 async def test_no_command_but_delete_ends_a_cluster_that_is_silent_for_minutes(it, security):
     async def tidy_up():
@@ -195,6 +202,7 @@ async def test_delete_removes_a_cluster_that_ended_with_another_session(it):
 # -- clients wait for the next scheduler
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_client_waits_as_long_as_the_next_scheduler_may_take_to_start(it):
     async with (
