@@ -84,23 +84,19 @@ def test_those_that_would_run_last_go_and_none_that_runs():
 
 def test_tasks_for_certain_workers_and_plain_ones_stay():
     scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
-    victim = scheduling.running[0]
-    for task in victim.processing[:3]:
-        task.worker_restrictions = {"tcp://10.0.0.7:1"}
-    for task in victim.processing[3:]:
-        task.resource_restrictions = None
+    for i, task in enumerate(scheduling.running[0].processing):
+        task.worker_restrictions = {"tcp://10.0.0.7:1"} if i < 3 else None
+        task.resource_restrictions = {"GPU": 1} if i < 3 else None
     assert scheduling.balance() == [6, 0]
 
 
-def test_a_task_whose_move_costs_more_than_its_wait_stays():
-    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=7.0).balance() == [6, 0]
-    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=5.0).balance() == [3, 3]
-
-
-def test_disabled_work_stealing_stays_disabled():
+def test_a_task_whose_move_costs_more_than_its_wait_stays_and_all_do_without_work_stealing():
+    two = {"n": 6, "GPU": 1}, {"GPU": 1}
+    assert Scheduling(*two, cost=7.0).balance() == [6, 0]
+    assert Scheduling(*two, cost=5.0).balance() == [3, 3]
     with dask.config.set({"distributed.scheduler.work-stealing": False}):
-        assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}).balance() == [6, 0]
-    scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
+        assert Scheduling(*two).balance() == [6, 0]
+    scheduling = Scheduling(*two)
     scheduling.extensions = {}
     assert scheduling.balance() == [6, 0]
 

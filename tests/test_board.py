@@ -114,8 +114,6 @@ def test_the_next_board_begins_with_the_report_and_the_mail_of_the_last(board):
 
 
 def test_each_change_of_the_keeper_begins_a_term(board):
-    terms = []
-    for keeper in (None, "b", "keeper"):
+    for term, keeper in enumerate((None, "b", "keeper"), start=2):
         board.keep(keeper)
-        terms.append((board.keeper, board.term))
-    assert terms == [(None, 2), ("b", 3), ("keeper", 4)]
+        assert (board.keeper, board.term) == (keeper, term)

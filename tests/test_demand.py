@@ -71,34 +71,24 @@ def seconds(answer):
     return {tuple(work["resources"].items()): work["seconds"] for work in answer["work"]}
 
 
-async def test_nothing_is_known_of_an_empty_scheduler(scheduler):
-    assert known_demand(scheduler, "mine") == {"work": [], "restricted": [], "groups": {}}
-
-
 async def test_tasks_without_workers_are_counted_by_the_resources_that_they_need(scheduler, client, holds):
+    assert known_demand(scheduler, "mine") == {"work": [], "restricted": [], "groups": {}}
     futures = client.map(abs, range(30), key="plain")
     futures += client.map(abs, range(3), key="gpu", resources={"GPU": 1})
     futures += client.map(abs, range(2), key="both", resources={"LICENSE": 2, "GPU": 1})
-    await holds(lambda: len(scheduler.unrunnable) + len(scheduler.queued) == 35)
-    answer = known_demand(scheduler, "mine")
-    both = (("GPU", 1), ("LICENSE", 2))
-    assert {needs: n for needs, (n, _) in tasks(answer).items()} == {PLAIN: 30, GPU: 3, both: 2}
-    assert tasks(answer)[GPU] == (3, 3)
-    # Dask takes a task of which it knows nothing to last 0.5 s.
-    assert seconds(answer) == {PLAIN: 15.0, GPU: 1.5, both: 1.0}
-    assert answer["groups"] == {}
-
-
-async def test_durations_come_from_finished_tasks_or_the_configuration(scheduler, client, holds):
     with dask.config.set({"distributed.scheduler.default-task-durations": {"told": "1 minute"}}):
-        futures = [
-            client.submit(abs, 1, key=key, resources={"GPU": 1}) for key in ("told-1", "seen-1", "late-1")
-        ]
-        await holds(lambda: len(scheduler.unrunnable) == 3)
+        for key in "told-1", "seen-1", "late-1":
+            futures.append(client.submit(abs, 1, key=key, resources={"FPGA": 1}))
+        await holds(lambda: len(scheduler.unrunnable) + len(scheduler.queued) == 38)
     scheduler.task_prefixes["seen"].duration_average = 7.0
     scheduler.task_prefixes["late"].max_exec_time = 100.0
-    assert seconds(known_demand(scheduler, "mine")) == {GPU: 60 + 7 + 200}
-    del futures
+    answer = known_demand(scheduler, "mine")
+    both, fpga = (("GPU", 1), ("LICENSE", 2)), (("FPGA", 1),)
+    assert {needs: n for needs, (n, _) in tasks(answer).items()} == {PLAIN: 30, GPU: 3, both: 2, fpga: 3}
+    assert tasks(answer)[GPU] == (3, 3)
+    # Dask takes a task of which it knows nothing to last 0.5 s.
+    assert seconds(answer) == {PLAIN: 15.0, GPU: 1.5, both: 1.0, fpga: 60 + 7 + 200}
+    assert answer["groups"] == {}
 
 
 async def test_processing_and_queued_tasks_and_sessions_by_group(scheduler, client, holds):
@@ -144,35 +134,32 @@ async def test_sessions_that_only_run_tasks_of_other_groups_are_lent(scheduler, 
     del plain, gpu
 
 
-async def test_a_session_that_a_plugin_keeps_is_busy(scheduler, client):
+async def test_a_session_of_several_processes_counts_once_and_is_busy_if_a_plugin_keeps_it(
+    scheduler, client, holds
+):
     class Keeps(SchedulerPlugin):
         name = "keeps"
 
         def valid_workers_downscaling(self, scheduler, workers):
-            return [worker for worker in workers if worker.name != "mine-1"]
+            return [worker for worker in workers if worker.name != "mine-1-1"]
 
-    async with workers(scheduler, mine_0={}, mine_1={}):
-        scheduler.add_plugin(Keeps())
-        group = known_demand(scheduler, "mine")["groups"]["default"]
-        assert (group["busy"], group["borrowed"]) == (1, [])
+    def busy():
+        [group] = known_demand(scheduler, "mine")["groups"].values()
+        return group["sessions"], group["busy"], group["borrowed"], group["managed"]
 
-
-async def test_a_session_of_several_processes_counts_once(scheduler, client, holds):
     async with (
         workers(scheduler, mine_0_0={}, mine_0_1={}, mine_1_0={}, mine_1_1={}),
         held(scheduler) as event,
     ):
-        future = client.submit(wait_for, event)
-        await holds(lambda: any(worker.processing for worker in scheduler.workers.values()))
-        [group] = known_demand(scheduler, "mine")["groups"].values()
-        assert (group["sessions"], group["busy"]) == (2, 1)
-    del future
-
-
-async def test_results_that_are_held_are_counted(scheduler, client):
-    async with workers(scheduler, mine_0={}):
+        assert busy() == (2, 0, [], 0)
+        scheduler.add_plugin(Keeps())
+        assert busy() == (2, 1, [], 0)
         await client.scatter(b"0" * 10**6, hash=False)
-        assert known_demand(scheduler, "mine")["groups"]["default"]["managed"] >= 10**6
+        assert busy()[3] >= 10**6
+        future = client.submit(wait_for, event, workers=["mine-0-1"])
+        await holds(lambda: any(worker.processing for worker in scheduler.workers.values()))
+        assert busy()[:2] == (2, 2)
+    del future
 
 
 async def test_a_task_that_has_left_its_thread_needs_none_but_its_session(scheduler, client, holds):
@@ -236,6 +223,9 @@ def known(unrunnable=(), queued=(), processing=()):
 def test_a_sample_of_many_tasks_counts_for_all(monkeypatch):
     looked = []
     monkeypatch.setattr(demand, "duration_of", lambda _, task: looked.append(task) or 1.0)
+    regular = [Task(resources={"GPU": 1} if i % 10 == 5 else None) for i in range(200_000)]
+    assert tasks(known(unrunnable=regular))[GPU] == (pytest.approx(20_000, rel=0.1),) * 2
+    looked.clear()
     both = [Task(resources={"GPU": 1} if i % 3 else None) for i in range(50_000)]
     answer = known(unrunnable=both * 4, queued=[Task()] * 50_000, processing=both * 6)
     assert len(looked) <= 2 * demand._MOST_OTHERS + demand._MOST_QUEUED
@@ -244,11 +234,6 @@ def test_a_sample_of_many_tasks_counts_for_all(monkeypatch):
     assert sum(unrunnable for _, unrunnable in counted.values()) == pytest.approx(200_000, rel=0.01)
     assert sum(n for n, _ in counted.values()) == pytest.approx(550_000, rel=0.01)
     assert sum(seconds(answer).values()) == pytest.approx(550_000, rel=0.01)
-
-
-def test_a_sample_sees_tasks_that_come_at_regular_intervals():
-    answer = known(unrunnable=[Task(resources={"GPU": 1} if i % 10 == 5 else None) for i in range(200_000)])
-    assert tasks(answer)[GPU] == (pytest.approx(20_000, rel=0.1),) * 2
 
 
 def test_an_answer_has_a_limit_however_different_the_tasks_are():

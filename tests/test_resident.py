@@ -82,32 +82,25 @@ async def test_a_cluster_that_cannot_keep_itself_says_so_and_tries_again(it, mon
         await cluster.shutdown()
 
 
+@pytest.mark.slow
 @simulated
-async def test_a_keeper_that_hangs_is_replaced(it):
+async def test_a_keeper_that_hangs_is_replaced_at_once_if_a_notebook_has_kept_the_cluster_meanwhile(it):
     await leave_alone(it, n_workers=1)
     await eventually(lambda: state().manager == WHO)
-    [process] = residents(it)
-    process.freeze()
-    it.platform.evict(it.platform.running["night-0"])
-    await eventually(lambda: "failed with no answer within 120 s" in (state().workers.problem or ""), 300.0)
-    await eventually(lambda: "night-1" in it.platform.running and connected() == 1)
-    await eventually(lambda: state().workers.problem is None)
-    await shut_down()
-
-
-@simulated
-async def test_a_keeper_that_hangs_while_a_notebook_keeps_the_cluster_is_replaced_at_once_afterwards(it):
-    await leave_alone(it, n_workers=1)
-    await eventually(lambda: state().manager == WHO)
-    [process] = residents(it)
-    process.freeze()
-    async with rebuild("night") as cluster:
-        await eventually(lambda: is_keeper(cluster))
-        await asyncio.sleep(2 * timing.silence)
-    begin = time.monotonic()
-    it.platform.evict(it.platform.running["night-0"])
-    await eventually(lambda: "night-1" in it.platform.running and connected() == 1, 300.0)
-    assert time.monotonic() - begin < 60.0
+    for n, is_kept in enumerate((False, True)):
+        [process] = residents(it)
+        process.freeze()
+        if is_kept:
+            async with rebuild("night") as cluster:
+                await eventually(lambda: is_keeper(cluster))
+                await asyncio.sleep(2 * timing.silence)
+        begin = time.monotonic()
+        it.platform.evict(it.platform.running[f"night-{n}"])
+        if not is_kept:
+            await eventually(lambda: "no answer within 120 s" in (state().workers.problem or ""), 300.0)
+        await eventually(lambda n=n: f"night-{n + 1}" in it.platform.running and connected() == 1, 300.0)
+        assert time.monotonic() - begin < (60.0 if is_kept else 300.0)
+        await eventually(lambda: state().workers.problem is None)
     await shut_down()
 
 
@@ -134,6 +127,7 @@ async def stay():
         await asyncio.Event().wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("barred_by", ["its quota", "its rights"])
 @simulated
 async def test_a_notebook_of_another_session_keeps_a_cluster_only_if_nobody_else_may_launch(it, barred_by):

@@ -36,19 +36,14 @@ def test_the_problem_names_a_full_worker_and_a_remedy():
     remedy = "scale up, or give workers more memory"
     assert problem_of(FULL) == f"{what}: {remedy}"
     assert problem_of(FULL, FULL) == f"{what}, like 1 more: {remedy}"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+    for change in (  # of one that can spill more, or is without dask-cml
         {"extra": {"cml": {"max_spill": None}}},
-        {"extra": {}},  # a worker without dask-cml
+        {"extra": {}},
         {"metrics": {}},
         {"metrics": {"spilled_bytes": {"disk": 2 * GB}}},
-    ],
-)
-def test_a_worker_that_can_spill_more_is_not_full(change):
-    assert "is paused and starts no tasks: 0.90 of 1.00 GiB memory are used" in problem_of({**FULL, **change})
+    ):
+        words = problem_of({**FULL, **change})
+        assert "is paused and starts no tasks: 0.90 of 1.00 GiB memory are used" in words, change
 
 
 def wanted(full, tasks, arrived=2):
@@ -65,14 +60,9 @@ def wanted(full, tasks, arrived=2):
     )
 
 
-def test_adaptive_scaling_counts_no_work_on_full_sessions():
-    assert wanted(full=0, tasks=2) == 2
-    assert wanted(full=1, tasks=2) == 3
-    assert wanted(full=2, tasks=2) == 4
-
-
-def test_full_sessions_without_work_need_no_others():
-    assert wanted(full=2, tasks=0) == 2
+def test_adaptive_scaling_counts_no_work_on_full_sessions_which_need_no_others_without_work():
+    numbers = [wanted(full, tasks) for full, tasks in ((0, 2), (1, 2), (2, 2), (2, 0))]
+    assert numbers == [2, 3, 4, 2]
 
 
 # -- the doctor

@@ -85,30 +85,20 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-def test_a_scheduler_without_a_watcher_and_a_client_is_an_orphan(world):
+def test_a_scheduler_without_a_watcher_and_a_client_is_an_orphan_after_its_timeout(world):
     assert world.after(60) == 5
-
-
-def test_without_a_timeout_nothing_is_an_orphan(world):
     world.watchers.timeout = None
     assert world.after(1000) is None
 
 
 def test_the_time_begins_when_the_last_watcher_has_left(world):
+    assert world.after(4.5) is None
     world.hear("one")
     world.hear("other")
     assert world.after(10) is None
     world.leave("one")
     assert world.after(10) is None
     world.leave("other")
-    assert world.after(60) == 5
-
-
-def test_a_watcher_that_comes_in_time_keeps_the_scheduler(world):
-    assert world.after(4.5) is None
-    world.hear("one")
-    assert world.after(10) is None
-    world.leave("one")
     assert world.after(4.5) is None
     assert world.after(1) == STEP
 
@@ -147,14 +137,11 @@ def test_a_watcher_is_logged_when_it_comes_and_when_it_has_left(world, caplog):
         assert caplog.text.count("Process one watches no more") == times
 
 
-def test_a_client_keeps_the_scheduler_until_it_leaves(world):
+def test_a_client_keeps_the_scheduler_until_it_leaves_or_its_connection_closes(world):
     world.client()
     assert world.after(1000) is None
     world.clients.clear()
     assert world.after(60) == 5
-
-
-def test_a_client_whose_connection_closes_has_left(world):
     world.client()
     assert world.after(10) is None
     world.clients["Client-1"].comm.is_closed = True
@@ -163,21 +150,20 @@ def test_a_client_whose_connection_closes_has_left(world):
     assert world.after(60) == STEP
 
 
-def test_a_client_of_dask_itself_does_not_keep_an_orphan(world):
-    world.client("Client-worker-1234")
-    assert world.after(60) == 5
-
-
-@pytest.mark.parametrize("name", ["Client-cml-0123-1234", "MyClient-cml-0123-1234"])
-def test_a_client_in_the_clusters_own_session_does_not_keep_an_orphan(world, name):
+@pytest.mark.parametrize(
+    ("name", "is_user"),
+    [
+        ("Client-worker-1234", False),
+        ("Client-cml-0123-1234", False),
+        ("MyClient-cml-0123-1234", False),
+        ("Client-cml-01234-1234", True),
+        ("Client-cml-9999-1234", True),
+        ("Client-mine-1234", True),
+    ],
+)
+def test_a_client_of_dask_itself_or_in_the_clusters_own_session_does_not_keep_an_orphan(world, name, is_user):
     world.client(name)
-    assert world.after(60) == 5
-
-
-@pytest.mark.parametrize("name", ["Client-cml-01234-1234", "Client-cml-9999-1234", "Client-mine-1234"])
-def test_a_client_elsewhere_keeps_an_orphan(world, name):
-    world.client(name)
-    assert world.after(60) is None
+    assert (world.after(60) is None) == is_user
 
 
 def test_a_client_in_a_workers_session_does_not_keep_an_orphan_but_one_beside_the_scheduler_does(world):
@@ -203,12 +189,6 @@ def test_pauses_of_the_scheduler_neither_count_nor_begin_the_orphans_time_anew(w
     assert world.after(2) is None
     assert world.after(1000, step=1000) is None
     assert world.after(60) == 1
-
-
-def test_an_orphan_whose_scheduler_pauses_now_and_then_ends(world):
-    for _ in range(2):
-        assert world.after(10, step=10) is None
-    assert world.after(10, step=10) == 10
 
 
 def test_a_keeper_that_is_silent_does_not_keep_the_cluster_by_pauses_of_the_scheduler(world):

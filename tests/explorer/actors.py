@@ -38,17 +38,7 @@ _ADAPT = {"interval": "1s", "wait_count": 2}
 
 
 class Actor:
-    """One process, and what it has under way.
-
-    Parameters
-    ----------
-    world : World
-        Where it runs.
-    name : str
-        Its name.
-    crash : Crash, optional
-        When it ends.
-    """
+    """One process, and what it has under way."""
 
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
         self.world, self.name = world, name

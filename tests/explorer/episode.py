@@ -36,36 +36,17 @@ PATIENCE = 250.0
 
 @dataclass
 class Outcome:
-    """What an episode has shown.
-
-    Parameters
-    ----------
-    violations : list of str
-        What must not be.
-    converged : float or None
-        Seconds from the last request until it was true.
-    leaked : float
-        Seconds that sessions ran on, of all of them, which were not wanted any more.
-    story : list of str
-        What was done, and what was logged.
-    """
+    """What an episode has shown."""
 
     violations: list[str] = field(default_factory=list)
+    #: Seconds from the last request until it was true, and for which unwanted sessions ran on.
     converged: float | None = None
     leaked: float = 0.0
     story: list[str] = field(default_factory=list)
 
 
 class Episode:
-    """One cluster's life among its users, as its schedule has it.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        What happens.
-    world : World
-        Where it happens.
-    """
+    """One cluster's life among its users, as its schedule has it."""
 
     def __init__(self, schedule: Schedule, world: World) -> None:
         self.schedule, self.world, self.platform = schedule, world, world.platform

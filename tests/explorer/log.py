@@ -27,13 +27,7 @@ def isolated_loggers() -> list[logging.Logger]:
 
 
 class CapturedLog(logging.Handler):
-    """Collects log lines, and the tracebacks that dask-cml has to answer for.
-
-    Parameters
-    ----------
-    story : list of str
-        Gets the lines.
-    """
+    """Collects log lines, and the tracebacks that dask-cml has to answer for."""
 
     def __init__(self, story: list[str]) -> None:
         super().__init__(logging.INFO)

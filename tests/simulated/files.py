@@ -22,19 +22,10 @@ class Files:
 
     A process that is dead changes nothing. One that is to end after a change ends there. Files that are
     new or replaced are dated by the clock.
-
-    Parameters
-    ----------
-    loop : VirtualLoop
-        Its clock is used.
-
-    Attributes
-    ----------
-    stale : bool
-        Whether all that is opened is answered with ESTALE, as an NFS server does that has a problem.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
+        #: Whether all that is opened is answered with ESTALE, as an NFS server does that has a problem.
         self.stale = False
         self.environ: Any = _Environment()
         self._loop = loop
@@ -113,13 +104,7 @@ class _Environment(MutableMapping[str, str]):
 
 
 class ProcessTable:
-    """Stands in for the module ``psutil``: its processes are the simulated ones.
-
-    Parameters
-    ----------
-    processes : list of SimulatedProcess
-        The processes, dead ones too.
-    """
+    """Stands in for the module ``psutil``: its processes are the simulated ones."""
 
     Error, NoSuchProcess, STATUS_ZOMBIE = psutil.Error, psutil.NoSuchProcess, psutil.STATUS_ZOMBIE
 

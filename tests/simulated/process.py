@@ -39,26 +39,7 @@ def current() -> SimulatedProcess | None:
 
 
 class SimulatedProcess:
-    """One process, with an environment of its own.
-
-    Parameters
-    ----------
-    name : str
-        Its name, for readers.
-    loop : VirtualLoop
-        The loop in which it runs.
-    env : mapping of str to str
-        Its environment variables, in addition to those of this machine's process.
-
-    Attributes
-    ----------
-    clusters : list
-        The clusters that are to end at its exit.
-    at_call, at_write : callable
-        Called with a number after each call of the platform, and after each change of a file.
-    is_in_mesh : bool
-        Whether connections to it succeed, and nothing passes, as in a mesh that demands its own TLS.
-    """
+    """One process, with an environment of its own."""
 
     def __init__(self, name: str, loop: VirtualLoop, env: Mapping[str, str] | None = None) -> None:
         self.name, self.loop, self.env = name, loop, dict(env or {})
@@ -66,7 +47,9 @@ class SimulatedProcess:
         self.state = "runs"
         self.clusters: list[Any] = []
         self.calls = self.writes = 0
+        #: Whether connections to it succeed, and nothing passes, as in a mesh that demands its own TLS.
         self.is_in_mesh = False
+        #: Called with a number after each call of the platform, and after each change of a file.
         self.at_call: Callable[[int], None] = lambda _: None
         self.at_write: Callable[[int], None] = lambda _: None
         self.on_end: list[Callable[[], None]] = []
@@ -112,13 +95,7 @@ class SimulatedProcess:
         return task
 
     def check(self) -> None:
-        """End the calling thread if the process does not run any more. Let the thread wait during a pause.
-
-        Raises
-        ------
-        Killed
-            If it does not.
-        """
+        """End the calling thread if the process does not run any more. Let the thread wait during a pause."""
         while self._pauses_threads and self.state == "paused" and not self.loop.is_here():
             self.loop.sleep(1.0)
         if self.state in ("dead", "frozen"):
@@ -153,15 +130,7 @@ class SimulatedProcess:
         self._soon(_KERNEL_TIMEOUT, self._break_connections)
 
     def pause(self, seconds: float, threads: bool = True) -> None:
-        """Let the process do nothing for some seconds, as SIGSTOP and SIGCONT do.
-
-        Parameters
-        ----------
-        seconds : float
-            How long.
-        threads : bool
-            Whether its threads pause, too. Otherwise, only its event loop is busy.
-        """
+        """Let the process, or its event loop alone, do nothing for some seconds, as by SIGSTOP."""
         if self.runs:
             self.state, self._pauses_threads = "paused", threads
             self._soon(seconds, self.resume)
@@ -177,15 +146,7 @@ class SimulatedProcess:
         _wake(self._resumed)
 
     def cut_off(self, seconds: float, refuses: bool = False) -> None:
-        """Break the network between this process and all others for some seconds.
-
-        Parameters
-        ----------
-        seconds : float
-            How long.
-        refuses : bool
-            Whether its connections break, too, and new ones are refused. Otherwise, packets vanish.
-        """
+        """Break the network of this process for some seconds: packets vanish, or all is refused."""
         self._is_cut_off = True
         self._refuses = refuses
         if refuses:
@@ -198,13 +159,7 @@ class SimulatedProcess:
         _wake(self._reached)
 
     async def connects(self) -> None:
-        """Wait until there is a network for a new connection.
-
-        Raises
-        ------
-        OSError
-            If it refuses connections.
-        """
+        """Wait until there is a network for a new connection."""
         if self._is_cut_off and self._refuses:
             raise OSError("no route to host")
         await self.carries()

@@ -29,30 +29,7 @@ _GRACE = 5.0
 
 
 class RunningSessions:
-    """Lets sessions get on by the clock, and run their programs, each in a process of its own.
-
-    Parameters
-    ----------
-    platform : SimulatedPlatform
-        The platform of the sessions.
-    make_process : callable
-        Makes a process, from a name and an environment.
-    luck : Luck
-        What becomes of each session.
-
-    Attributes
-    ----------
-    processes : dict of str to SimulatedProcess
-        The processes of the sessions, by their ids.
-    doubles : list of str
-        The names that two sessions had at once which both ran a Dask worker.
-    workers : dict of str to list of str
-        The sessions that took the name of a worker and ran it, by its name.
-    addresses : dict of str to str
-        The sessions of Dask workers, by their addresses.
-    are_in_mesh : bool
-        Whether a mesh accepts all connections to sessions that start, and lets nothing pass.
-    """
+    """Lets sessions get on by the clock, and run their programs, each in a process of its own."""
 
     def __init__(
         self,
@@ -61,7 +38,10 @@ class RunningSessions:
         luck: Luck,
     ) -> None:
         self.processes: dict[str, SimulatedProcess] = {}
+        #: The names that two sessions had at once which both ran a Dask worker.
         self.doubles: list[str] = []
+        #: The sessions that took the name of a worker and ran it, and those of Dask workers by their
+        #: addresses.
         self.workers: dict[str, list[str]] = {}
         self.addresses: dict[str, str] = {}
         self.are_in_mesh = False

@@ -21,29 +21,12 @@ def now() -> datetime:
 
 @dataclass
 class SimulatedSession:
-    """A session, with what a test may set of it.
-
-    Parameters
-    ----------
-    id : str
-        Its id.
-    master : str
-        The session that launched it.
-    launched_with : dict
-        The arguments of its launch.
-    half_made : bool
-        Whether its launch was refused.
-    answered : bool
-        Whether its launcher got its id.
-    listed : bool
-        Whether it is in lists.
-    more : dict
-        What the platform reports of it, in addition.
-    """
+    """A session, with what a test may set of it."""
 
     id: str
     master: str
     launched_with: dict[str, Any]
+    #: Whether its launch was refused, and whether its launcher got its id.
     half_made: bool = False
     answered: bool = False
     status: str = "scheduling"

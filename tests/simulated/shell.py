@@ -15,13 +15,7 @@ from dask_cml.cli.console import words_of
 
 
 async def shell(*words: object, code: int = 0) -> str:
-    """Run ``dask cml`` with these words. Return what it prints to both streams.
-
-    Raises
-    ------
-    AssertionError
-        If the command ends with another exit code.
-    """
+    """Run ``dask cml`` with these words. Return what it prints to both streams."""
     status, out, err = await _run(*words)
     assert status == code, out + err
     return out + err

@@ -48,13 +48,7 @@ def simulated(test: Callable[..., Any]) -> Callable[..., None]:
 
 
 async def eventually(condition: Callable[[], Any], seconds: float = _PATIENCE) -> None:
-    """Wait until something is true.
-
-    Raises
-    ------
-    AssertionError
-        If it is not true in time.
-    """
+    """Wait until something is true."""
     began = time.monotonic()
     while not condition():
         waited = time.monotonic() - began

@@ -115,17 +115,7 @@ class World:
 
 @contextlib.contextmanager
 def world(directory: Path, *, luck: Luck | None = None, named: bool = True) -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs a coroutine function with a world.
-
-    Parameters
-    ----------
-    directory : Path
-        The state directory.
-    luck : Luck, optional
-        What goes wrong. Default: nothing that is not planned.
-    named : bool
-        Whether sessions have names on the platform.
-    """
+    """Yield a function that runs a coroutine function with a world."""
     folders = {"cml.state-directory": str(directory), "temporary-directory": f"{directory}.tmp"}
     with virtual_time() as loop, dask.config.set({**_SETTINGS, **folders}):
         made: list[World] = []
