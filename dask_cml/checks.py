@@ -126,23 +126,14 @@ def positive(argument: str, value: Any) -> float:
     return _above_0(argument, value, "a number above 0", _real)
 
 
-def gibibytes(
-    argument: str,
-    value: Any,
-    most: float = _MOST_GIB,
-    expected: str = 'GiB as a number above 0, or a string such as "16 GiB"',
-) -> float:
+def gibibytes(argument: str, value: Any, most: float = _MOST_GIB) -> float:
     """Check an amount of memory or disk, and return it in GiB. A number above `most` needs a unit."""
+    expected = 'GiB as a number above 0, or a string such as "16 GiB"'
     number = _above_0(argument, value, expected, _gib)
     if isinstance(value, float):  # a record has the GiB of a string as a float
         most = _MOST_GIB
-    if number > most and not str(value).rstrip()[-1].isalpha():
-        from dask.utils import format_bytes
-
-        meant = f'"{number:.15g} MiB" or "{number:.15g} GiB"'
-        if number > _MOST_GIB:
-            meant = f'"{format_bytes(int(number))}"'
-        raise ValueError(message(argument, value, f"{expected}; did you mean {meant}?"))
+    has_unit = str(value).rstrip()[-1].isalpha()
+    _valid(argument, value, number <= most or has_unit, f"{expected}; above {most}, with a unit")
     return number
 
 
@@ -152,16 +143,12 @@ def _gib(value: Any) -> float:
     try:
         return float(value)
     except ValueError:
-        return _bytes(value) / 2**30
+        from dask.utils import parse_bytes
 
-
-def _bytes(value: str) -> int:
-    from dask.utils import parse_bytes
-
-    # Dask reads a unit without a number as 1 of that unit.
-    if not any(map(str.isdigit, value)):
-        raise ValueError
-    return parse_bytes(value)
+        # Dask reads a unit without a number as 1 of that unit.
+        if not any(map(str.isdigit, value)):
+            raise
+        return parse_bytes(value) / 2**30
 
 
 def memory_reserve(argument: str, value: Any, memory: float) -> float:
@@ -177,16 +164,15 @@ def gibibytes_or_none(argument: str, value: Any, most: float = _MOST_GIB) -> flo
     """Check an amount of disk, and return it in GiB. Return 0 for ``"none"``."""
     if value in (None, "none", 0) and value is not False:
         return 0.0
-    return gibibytes(argument, value, most, 'GiB as a number above 0, a string such as "10 GB", or "none"')
+    return gibibytes(argument, value, most)
 
 
 def seconds(argument: str, value: Any) -> float:
     """Check a duration, and return it in seconds."""
     from dask.utils import parse_timedelta
 
-    return _above_0(
-        argument, value, 'seconds as a number above 0, or a string such as "90s"', parse_timedelta
-    )
+    expected = 'seconds as a number above 0, or a string such as "90s"'
+    return _above_0(argument, value, expected, parse_timedelta)
 
 
 def seconds_or_none(argument: str, value: Any) -> float | None:
@@ -223,17 +209,14 @@ def _plain(text: str) -> str:
 
 def text(argument: str, value: Any) -> str:
     """Check a string."""
-    expected = "a string, or None"
-    if not isinstance(value, str) or not value:
-        raise TypeError(message(argument, value, expected))
-    return _plain(_valid(argument, value, "\0" not in value, f"{expected}, without null characters"))
+    expected = "a string that is not empty, without null characters, or None"
+    _typed(argument, value, str, expected)
+    return _plain(_valid(argument, value, value and "\0" not in value, expected))
 
 
 def group_name(argument: str, value: Any) -> str:
     """Check the name of a worker group other than the default group."""
-    expected = (
-        f"at most {_GROUP_LENGTH} letters and digits, the first a letter, in words that are joined by '-'"
-    )
+    expected = f"at most {_GROUP_LENGTH} letters and digits, the first a letter, in words joined by '-'"
     _typed(argument, value, str, expected)
     _valid(argument, value, GROUP_NAME.fullmatch(value) and len(value) <= _GROUP_LENGTH, expected)
     _valid(argument, value, value not in RESERVED, f"a name other than {' and '.join(map(repr, RESERVED))}")
@@ -247,8 +230,7 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
         _valid(argument, value, create_mode == "create", expected)
         return f"cml-{secrets.token_hex(4)}"
     expected = (
-        f"1 to 100 printable characters of {_NAME_BYTES} bytes at most, without '/', "
-        "not beginning with '.' or '-'"
+        f"1 to 100 printable characters, at most {_NAME_BYTES} bytes, no '/', no '.' or '-' as the first"
     )
     _typed(argument, value, str, expected)
     _valid(argument, value, _CLUSTER_NAME.fullmatch(value) and value.isprintable(), expected)
@@ -382,12 +364,8 @@ def worker_command(argument: str, value: Any, nvidia_gpu: int) -> tuple[str, ...
     words = command_line(argument, value, refused={})
     if not all(words):
         raise ValueError(f'invalid {argument}: expected a command, such as ["dask", "cuda", "worker"]')
-    _valid(
-        "nvidia_gpu",
-        nvidia_gpu,
-        nvidia_gpu or not runs_one_per_gpu(words),
-        f"at least 1 with this {argument}",
-    )
+    has_gpu = nvidia_gpu or not runs_one_per_gpu(words)
+    _valid("nvidia_gpu", nvidia_gpu, has_gpu, f"at least 1 with this {argument}")
     return words
 
 
@@ -405,11 +383,8 @@ def environment(argument: str, value: Any) -> dict[str, str]:
     """Check environment variables."""
     _typed(argument, value, Mapping, "a mapping of names to strings", of_type)
     for name, content in value.items():
-        if not isinstance(name, str):
-            kind = type(name).__name__
-            raise TypeError(f"invalid {argument}: expected names that are strings, got one of type {kind}")
-        if not name or "=" in name or "\0" in name:
-            shown = re.sub("=.*", "=…", name, flags=re.DOTALL)  # the value may be secret
+        if not isinstance(name, str) or not re.fullmatch(r"[^=\0]+", name):
+            shown = re.sub("=.*", "=…", str(name), flags=re.DOTALL)  # the value may be secret
             raise ValueError(f"invalid {argument}: expected names of environment variables, got {shown!r}")
         if isinstance(content, (int, float)):
             raise TypeError(message(f"{argument}[{name!r}]", content, f'a string, such as "{content}"'))
@@ -434,14 +409,13 @@ def launch_parameters(argument: str, value: Any, refused: Refused) -> dict[str, 
     _typed(argument, value, Mapping, f"a mapping of {expected}", of_type)
     checked = {}
     for name, content in value.items():
-        if not isinstance(name, str):
-            raise TypeError(f"invalid {argument}: expected names of {expected}, got {name!r}")
+        _typed(argument, name, str, f"names of {expected}", of_type)
         _refuse(argument, name, repr(name), refused)
         try:  # launch what the record contains, so that each keeper launches the same
             checked[_plain(name)] = json.loads(json.dumps(content, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(of_type(f"{argument}[{name!r}]", content, "a value that JSON can represent")) from None
+        except (TypeError, ValueError, RecursionError):
+            expected = "a value that JSON can represent"
+            raise ValueError(of_type(f"{argument}[{name!r}]", content, expected)) from None
     return checked
 
 

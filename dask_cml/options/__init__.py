@@ -177,6 +177,8 @@ class Options:
         if unknown := [name for name in given if name not in GROUP_OPTIONS]:
             expected = f"one of {', '.join(GROUP_OPTIONS)}"
             raise ValueError(f"invalid option {unknown[0]} of a worker group: expected {expected}")
+        # The reserved memory is a user's number, not the one that follows from the memory.
+        has_own_reserve = self.memory_reserve != memory_reserve("memory_reserve", None, self.memory)
         values = {**vars(self), "n_workers": 0}
         for name in _CHECKED:
             argument = ARGUMENTS[name]
@@ -185,16 +187,9 @@ class Options:
             if given.get(name) is not None:
                 values[name] = argument.checked(name, given[name], values)
             elif any(values[needed] != getattr(self, needed) for needed in argument.needs):
-                is_kept = argument.default is not None or (
-                    name == "memory_reserve" and self._reserves_its_own
-                )
+                is_kept = argument.default is not None or (name == "memory_reserve" and has_own_reserve)
                 values[name] = argument.checked(name, values[name] if is_kept else None, values)
         return Options(**{**values, "env": {**self.env, **values["env"]}})
-
-    @property
-    def _reserves_its_own(self) -> bool:
-        """Whether the reserved memory is a user's number, not the one that follows from the memory."""
-        return self.memory_reserve != memory_reserve("memory_reserve", None, self.memory)
 
     def group_arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`of_group` restores this group's options, for JSON."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ logger = get_logger(__name__)
 #: The environment variable with the configuration that Dask inherits from the parent process.
 _INHERITED = "DASK_INTERNAL_INHERIT_CONFIG"
 _MOST_BYTES = 32 * 1024  # an environment variable may have 128 KiB on Linux
-#: Mappings below this depth are inherited as a whole, or not at all.
-_MOST_LEVELS = 20
 #: The sections of Dask's configuration that sessions inherit: those of dask, whose defaults are the first, of
 #: distributed, and the levels of loggers.
 _SECTIONS = frozenset([*dask.config.defaults[0], "distributed", "logging"])
@@ -79,7 +76,7 @@ def state_directory() -> Path:
 
 
 def check_keys() -> None:
-    """Refuse keys below ``cml`` that are not options. Warn of environment variables that have no effect.
+    """Refuse keys below ``cml`` that are not options.
 
     Raises
     ------
@@ -93,11 +90,6 @@ def check_keys() -> None:
             read, right = entry[2].lower(), f"{entry[1]}='{{\"{entry[2]}\": …}}'"
             words = f"invalid environment variable {variable}, of which Dask makes {read}: expected {right}"
             raise ValueError(words)
-    for key in OPTIONS:
-        words = key.replace(".", "__").replace("-", "_").upper()
-        if f"DASK_CML_{words}" in os.environ:
-            text = f"the environment variable DASK_CML_{words} has no effect: expected DASK_CML__{words}"
-            warnings.warn(text, stacklevel=2)
     options = [f"cml.{key}" for key in OPTIONS]
     found = [("cml", dask.config.get("cml", {}))]
     while found:
@@ -168,7 +160,7 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str =
         default = defaults.get(dask.config.canonical_name(name, dict(defaults)))
         if not _is_shared(key):
             continue
-        if isinstance(value, Mapping) and key.count(".") < _MOST_LEVELS:
+        if isinstance(value, Mapping):
             if below := _changed(value, default if isinstance(default, Mapping) else {}, f"{key}."):
                 changed[name] = below
         elif _json(value) not in (None, _json(default)):
@@ -187,5 +179,5 @@ def _json(value: Any) -> str | None:
     """Return a value as JSON. Return None if JSON cannot represent it."""
     try:
         return json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError):
         return None

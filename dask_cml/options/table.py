@@ -4,56 +4,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
+from msgspec import field
 
 from dask_cml import checks
 
 #: The file with the table. It explains its keys.
 SCHEMA = Path(__file__).parent.parent / "cml-schema.yaml"
-#: The checks of options by their units or JSON types.
-_CHECKS_BY_TYPE: dict[str, Callable[..., Any]] = {
+#: The checks of options by their units or JSON types, unless the schema names another one.
+_CHECKS: dict[str, Callable[..., Any]] = {
     "GiB": checks.gibibytes,
     "array": checks.names,
     "boolean": checks.boolean,
-    "enum": checks.choice,
     "integer": checks.integer,
     "number": checks.positive,
     "s": checks.seconds,
     "string": checks.text,
 }
-#: The checks of other options by their keys.
-_CHECKS: dict[str, Callable[..., Any]] = {
-    "env": checks.environment,
-    "history.logs": checks.gibibytes_or_none,
-    "idle-timeout": checks.seconds_or_none,
-    "inherit": checks.sections,
-    "launch-options": checks.launch_parameters,
-    "log-directory": checks.folder,
-    "memory-reserve": checks.memory_reserve,
-    "name": checks.cluster_name,
-    "nthreads": checks.threads,
-    "orphan-timeout": checks.seconds_or_none,
-    "processes": checks.processes,
-    "resources": checks.resources,
-    "scheduler-args": checks.scheduler_args,
-    "scheduler-launch-options": checks.launch_parameters,
-    "scratch": checks.gibibytes_or_none,
-    "security": checks.security,
-    "state-directory": checks.folder,
-    "worker-args": checks.worker_args,
-    "worker-command": checks.worker_command,
-    "worker-groups": checks.worker_groups,
-}
 #: The arguments of checks, by the keys of the schema.
 _BOUNDS = {"minimum": "least", "maximum": "most", "enum": "choices", "x-refused": "refused"}
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(msgspec.Struct, frozen=True):
     """An option, as its entry in the schema describes it.
 
     Parameters
@@ -97,21 +73,21 @@ class Option:
 
     key: str
     heading: str
-    is_argument: bool
-    has_flag: bool
-    kind: str
-    check: Callable[..., Any]
+    is_argument: bool = field(name="x-argument")
+    has_flag: bool = field(name="x-flag")
+    kind: str = field(name="type")
+    check: Any
     bounds: Mapping[str, Any]
     needs: Sequence[str]
     default: Any
     description: str
-    title: str
-    choices: Sequence[str]
-    unit: str | None
-    elsewhere: Sequence[str]
-    is_grouped: bool
-    is_recorded: bool
-    is_secret: bool
+    title: str = ""
+    choices: Sequence[str] = field(name="enum", default=())
+    unit: str | None = field(name="x-unit", default=None)
+    elsewhere: Sequence[str] = field(name="x-elsewhere", default=())
+    is_grouped: bool = field(name="x-group", default=False)
+    is_recorded: bool = field(name="x-recorded", default=True)
+    is_secret: bool = field(name="x-secret", default=False)
 
     @property
     def name(self) -> str:
@@ -142,33 +118,17 @@ class Option:
 
 def _option(key: str, heading: str, about: Mapping[str, Any]) -> Option:
     """Return an option by its entry in the schema."""
-    kinds = [about["type"]] if isinstance(about["type"], str) else about["type"]
-    kind = "string" if "string" in kinds else kinds[0]
-    check = _CHECKS.get(key) or _CHECKS_BY_TYPE["enum" if "enum" in about else about.get("x-unit", kind)]
-    is_argument = about.get("x-argument", "." not in key)
-    return Option(
-        key=key,
-        heading=heading,
-        is_argument=is_argument,
-        has_flag=about.get("x-flag", is_argument),
-        kind=kind,
-        check=check,
-        bounds={name: about[keyword] for keyword, name in _BOUNDS.items() if keyword in about},
-        needs=[
-            name
-            for name in inspect.signature(check).parameters
-            if name.replace("_", "-") in _CML["properties"]
-        ],
-        default=about["default"],
-        description=about["description"],
-        title=about.get("title", ""),
-        choices=about.get("enum", ()),
-        unit=about.get("x-unit"),
-        elsewhere=about.get("x-elsewhere", ()),
-        is_grouped=about.get("x-group", False),
-        is_recorded=about.get("x-recorded", True),
-        is_secret=about.get("x-secret", False),
-    )
+    # The first of several types is that of a value as a user types it.
+    kind = about["type"] if isinstance(about["type"], str) else about["type"][0]
+    named = about.get("x-check")
+    check = getattr(checks, named) if named else _CHECKS[about.get("x-unit", kind)]
+    parameters = inspect.signature(check).parameters
+    is_argument = "." not in key
+    entry = {"x-argument": is_argument, "x-flag": about.get("x-argument", is_argument), **about}
+    entry |= {"key": key, "heading": heading, "type": kind, "check": check}
+    entry["bounds"] = {name: about[keyword] for keyword, name in _BOUNDS.items() if keyword in about}
+    entry["needs"] = [name for name in parameters if name.replace("_", "-") in _CML["properties"]]
+    return msgspec.convert(entry, Option)
 
 
 def _options() -> Iterator[Option]:
