@@ -66,19 +66,19 @@ class Patient(CMLAdaptive):
 
 
 async def test_an_unknown_argument_of_a_method_changes_nothing(platform):
-    cluster = make()
+    unstarted = make()
     for call, expected in [
-        (lambda: cluster.scale(n_workers=2), r"scale\(\) .*'n_workers': expected n$"),
-        (lambda: cluster.adapt(maximun=2), r"adapt\(\) .*'maximun': expected maximum$"),
-        (lambda: cluster.adapt(n=3), r"adapt\(\) .*'n': expected minimum or maximum$"),
-        (lambda: cluster.adapt(key=len), r"adapt\(\) .*'key': "),
-        (lambda: cluster.add_worker_group("big", memory_limit=2), r"_group\(\) .*: expected memory$"),
+        (lambda: unstarted.scale(n_workers=2), r"scale\(\) .*'n_workers': expected n$"),
+        (lambda: unstarted.adapt(maximun=2), r"adapt\(\) .*'maximun': expected maximum$"),
+        (lambda: unstarted.adapt(n=3), r"adapt\(\) .*'n': expected minimum or maximum$"),
+        (lambda: unstarted.adapt(key=len), r"adapt\(\) .*'key': "),
+        (lambda: unstarted.add_worker_group("big", memory_limit=2), r"_group\(\) .*: expected memory$"),
     ]:
         with pytest.raises(TypeError, match=expected):
             call()
-    assert [*cluster.worker_groups] == ["default"]
-    assert cluster.worker_spec == {}
-    assert not cluster.groups.adapts("default")
-    adaptive = cluster.adapt(Adaptive=Patient, patience=3, interval="1 s", memory_ratio=4)
+    assert [*unstarted.worker_groups] == ["default"]
+    assert unstarted.worker_spec == {}
+    assert not unstarted.groups.adapts("default")
+    adaptive = unstarted.adapt(Adaptive=Patient, patience=3, interval="1 s", memory_ratio=4)
     assert (adaptive.patience, adaptive.interval) == (3, 1)
-    await cluster.close()
+    await unstarted.close()

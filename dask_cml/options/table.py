@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
-from msgspec import field
 
 from dask_cml import checks
 
@@ -29,7 +28,8 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 _BOUNDS = {"minimum": "least", "maximum": "most", "enum": "choices", "x-refused": "refused"}
 
 
-class Option(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Option:
     """An option, as its entry in the schema describes it.
 
     Parameters
@@ -73,21 +73,21 @@ class Option(msgspec.Struct, frozen=True):
 
     key: str
     heading: str
-    is_argument: bool = field(name="x-argument")
-    has_flag: bool = field(name="x-flag")
-    kind: str = field(name="type")
-    check: Any
+    is_argument: bool
+    has_flag: bool
+    kind: str
+    check: Callable[..., Any]
     bounds: Mapping[str, Any]
     needs: Sequence[str]
     default: Any
     description: str
     title: str = ""
-    choices: Sequence[str] = field(name="enum", default=())
-    unit: str | None = field(name="x-unit", default=None)
-    elsewhere: Sequence[str] = field(name="x-elsewhere", default=())
-    is_grouped: bool = field(name="x-group", default=False)
-    is_recorded: bool = field(name="x-recorded", default=True)
-    is_secret: bool = field(name="x-secret", default=False)
+    choices: Sequence[str] = ()
+    unit: str | None = None
+    elsewhere: Sequence[str] = ()
+    is_grouped: bool = False
+    is_recorded: bool = True
+    is_secret: bool = False
 
     @property
     def name(self) -> str:
@@ -122,13 +122,14 @@ def _option(key: str, heading: str, about: Mapping[str, Any]) -> Option:
     kind = about["type"] if isinstance(about["type"], str) else about["type"][0]
     named = about.get("x-check")
     check = getattr(checks, named) if named else _CHECKS[about.get("x-unit", kind)]
-    parameters = inspect.signature(check).parameters
-    is_argument = "." not in key
-    entry = {"x-argument": is_argument, "x-flag": about.get("x-argument", is_argument), **about}
-    entry |= {"key": key, "heading": heading, "type": kind, "check": check}
+    is_argument = about.get("x-is-argument", "." not in key)
+    entry = {"key": key, "heading": heading, "is_argument": is_argument, "has_flag": is_argument}
+    entry |= {keyword.removeprefix("x-").replace("-", "_"): value for keyword, value in about.items()}
+    entry |= {"kind": kind, "check": check, "choices": about.get("enum", ())}
     entry["bounds"] = {name: about[keyword] for keyword, name in _BOUNDS.items() if keyword in about}
+    parameters = inspect.signature(check).parameters
     entry["needs"] = [name for name in parameters if name.replace("_", "-") in _CML["properties"]]
-    return msgspec.convert(entry, Option)
+    return Option(**{field.name: entry[field.name] for field in fields(Option) if field.name in entry})
 
 
 def _options() -> Iterator[Option]:

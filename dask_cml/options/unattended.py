@@ -6,10 +6,10 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import dask.config
-from msgspec.structs import replace
 
 from dask_cml.checks import NEVER
 from dask_cml.options.table import OPTIONS, Option
