@@ -769,7 +769,7 @@ async def test_an_api_key_of_cml_alone_is_no_token_and_the_answer_says_what_to_s
     server.access.behind_entry = True
     answer = await server.request("GET", "/api/clusters", token=False, **API_KEY)
     assert answer.status == 401
-    assert "Also send the web UI's token in the header Dask-CML-Token" in answer.json["error"]
+    assert "in the header Dask-CML-Token, also beside an API key" in answer.json["error"]
     assert "0123.abcd" not in answer.text
     answer = await server.request("GET", "/api/clusters", token=False, **{"Dask-CML-Token": "x"})
     assert answer.status == 401
@@ -814,7 +814,7 @@ async def xsrf(server, headers):
         (
             {"Host": "evil.example"},
             "The web UI refuses requests for host 'evil.example'. If this is your proxy, add it to "
-            "cml.forward-hosts in Dask's configuration, and start `dask cml serve` again",
+            "cml.forward-hosts in Dask's configuration, and start it again",
         ),
         ({"Origin": "https://evil.example"}, "The web UI refuses requests from pages of 'https://evil"),
         ({"Origin": "https://100%"}, "The web UI refuses requests from pages of 'https://100%'"),

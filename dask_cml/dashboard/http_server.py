@@ -148,20 +148,13 @@ class HostGuard:
     ----------
     server : str
         The server's name, for messages.
-    again : str
-        How to apply a change of ``cml.forward-hosts``.
     port : int, optional
         The port of the session that serves the page whose requests are accepted, even if a proxy has changed
         their Host. Default: pages of both ports of the session.
     """
 
-    def __init__(
-        self,
-        server: str = "The dashboard",
-        again: str = "create the cluster again",
-        port: int | None = None,
-    ) -> None:
-        self._server, self._again = server, again
+    def __init__(self, server: str = "The dashboard", port: int | None = None) -> None:
+        self._server = server
         self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, setting("forward-hosts"))}
         domain = os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
@@ -189,7 +182,7 @@ class HostGuard:
         if not self._is_known(_split(f"//{host}")[0]):
             return (
                 f"{self._server} refuses requests for host {host!r}. If this is your proxy, add it to "
-                f"cml.forward-hosts in Dask's configuration, and {self._again}"
+                f"cml.forward-hosts in Dask's configuration, and start it again"
             )
         reads = request.method in _SAFE and "Upgrade" not in request.headers
         if any_origin or reads or origin is None or self._is_same(origin, host):

@@ -28,10 +28,6 @@ _TOKEN_HEADER = "Dask-CML-Token"
 #: Sets the token, for programs that cannot read the output of ``dask cml serve``.
 TOKEN_VARIABLE = "DASK_CML_SERVE_TOKEN"
 _MAY_CHANGE = "RW"
-_UNKNOWN_TOKEN = (
-    "The token is not that of this web UI. If it is an API key of CML, CML names no user with it. Also send "
-    f"the web UI's token in the header {_TOKEN_HEADER}."
-)
 #: The page loads nothing from other sites.
 POLICY = "default-src 'self'; img-src 'self' data:"
 #: The status of the answer to an expected error, whose reason is for the user. The first class counts.
@@ -75,7 +71,7 @@ class Access:
     token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
 
     def __post_init__(self) -> None:
-        self.guard = HostGuard("The web UI", "start `dask cml serve` again", self.port)
+        self.guard = HostGuard("The web UI", self.port)
         #: The users who may change clusters. None: those to whom CML grants write access.
         self._users: tuple[str, ...] | None = setting("serve.users")
         #: Why a user may not change clusters, for users.
@@ -99,7 +95,7 @@ class Access:
         if self.behind_entry:
             return (
                 "CML has named no user: open the web UI by its link in CML. A program sends the token that "
-                f"{TOKEN_VARIABLE} sets, in the header {_TOKEN_HEADER}."
+                f"{TOKEN_VARIABLE} sets in the header {_TOKEN_HEADER}, also beside an API key."
             )
         return "Open the link that `dask cml serve` printed, or send the token in it."
 
@@ -114,7 +110,7 @@ class Access:
     def user(self, request: HTTPServerRequest) -> User | None:
         """Return the user with the token, or the user that CML's ingress names, or None."""
         name = request.headers.get("REMOTE-USER") if self.behind_entry else None
-        sent = tokens(request)
+        sent = [sent_token(request)]
         if self.is_below_path(request) and self.cookie in request.cookies:
             sent.append(request.cookies[self.cookie].value)
         if any(map(self.accepts, sent)):
@@ -126,11 +122,11 @@ class Access:
         return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
 
 
-def tokens(request: HTTPServerRequest) -> list[str]:
-    """Return the tokens that a program has sent: the bearer token may be an API key of CML instead."""
+def sent_token(request: HTTPServerRequest) -> str:
+    """Return the token that a program has sent, or an empty text. An API key of CML may be beside it."""
     header = request.headers.get("Authorization", "")
-    sent = [header[len(_BEARER) :]] if header.startswith(_BEARER) else []
-    return sent + request.headers.get_list(_TOKEN_HEADER)
+    bearer = header[len(_BEARER) :] if header.startswith(_BEARER) else ""
+    return request.headers.get(_TOKEN_HEADER) or bearer
 
 
 class Handler(RequestHandler):
@@ -203,11 +199,10 @@ class Handler(RequestHandler):
             self._take_token()
             return
         if self.current_user is None:
-            words = _UNKNOWN_TOKEN if tokens(self.request) else self.access.how_to_log_in
-            raise HTTPError(401, words)
+            raise HTTPError(401, self.access.how_to_log_in)
         if not reads and not self.current_user.may_change:
             raise HTTPError(403, f"You cannot change clusters: {self.access.read_only}.")
-        if not reads and not tokens(self.request):
+        if not reads and not sent_token(self.request):
             self.check_xsrf_cookie()
 
     def _take_token(self) -> None:

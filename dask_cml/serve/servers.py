@@ -47,11 +47,6 @@ _SAFE_TORNADO = (6, 5, 5)
 _UNSAFE = "Tornado %s has security holes, which 6.5.5 does not have: in CML, choose a newer runtime"
 
 
-def port_of_session() -> int:
-    """Return the port that CML serves in this session. Outside of sessions, return 0 for any free port."""
-    return int(next(filter(None, map(os.environ.get, SERVED_PORTS)), 0))
-
-
 def listen_for_web_ui(port: int | None) -> socket.socket:
     """Listen at a port of 127.0.0.1. None: the one that CML serves, or any free port.
 
@@ -62,7 +57,7 @@ def listen_for_web_ui(port: int | None) -> socket.socket:
     OSError
         If the port cannot be used.
     """
-    served = port_of_session()
+    served = int(next(filter(None, map(os.environ.get, SERVED_PORTS)), 0))
     if port is not None or not served:
         return _listen("the web UI", port or 0, "choose another one with --port, or 0 for a free one")
     second = os.environ.get(_SECOND)
