@@ -69,18 +69,14 @@ async def test_the_list_shows_the_status_of_each_cluster(ask):
     assert "night failed" in text
 
 
-async def test_an_empty_list_shows_how_to_create_a_cluster():
-    async with served(StandInClusters([])) as ask:
-        text = await text_of(ask())
-    assert "No cluster runs in this project New cluster" in text
-    assert "CMLCluster(n_workers=2" in text
-
-
-async def test_a_problem_of_the_platform_is_shown_above_the_list():
+async def test_an_empty_list_shows_how_to_create_a_cluster_and_the_problem_of_the_platform():
     clusters = StandInClusters([])
     clusters.problem = "CML does not answer"
     async with served(clusters) as ask:
-        assert "CML does not answer" in await text_of(ask())
+        text = await text_of(ask())
+        assert "No cluster runs in this project New cluster" in text
+        assert "CMLCluster(n_workers=2" in text
+        assert "CML does not answer" in text
         assert "CML does not answer" not in await text_of(ask(token=False))
 
 
@@ -120,49 +116,43 @@ async def test_the_page_shows_the_first_of_many_sessions_and_starting_ones_befor
     assert "queued" in text
 
 
-@pytest.mark.parametrize("name", ["<b>", "a b", "100%", 'x"y', "ü", "a?b#c"])
-async def test_a_name_of_any_characters_links_to_the_page_of_the_cluster(name):
-    async with served(StandInClusters([cluster(name, group())])) as ask:
-        html = (await ask()).body.decode()
-        [link] = re.findall(r'class="name" href="([^"]+)"', html)
-        page = await ask(link)
-    assert page.code == 200
-    assert "<b>" not in html + page.body.decode()
+async def test_a_name_of_any_characters_links_to_the_page_of_the_cluster():
+    for name in "<b>", "a b", "100%", 'x"y', "ü", "a?b#c":
+        async with served(StandInClusters([cluster(name, group())])) as ask:
+            html = (await ask()).body.decode()
+            [link] = re.findall(r'class="name" href="([^"]+)"', html)
+            page = await ask(link)
+        assert page.code == 200
+        assert "<b>" not in html + page.body.decode()
 
 
-@pytest.mark.parametrize("path", [*PAGES, "clusters/none"])
-async def test_a_page_loads_nothing_from_other_sites_and_contains_no_code_or_style(ask, path):
-    html = (await ask(path)).body.decode()
-    assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?! src=)|javascript:", html) == []
-    links = re.findall(r'\s(?:src|action|data-action|data-url)="([^"]*)"', html)
-    links += re.findall(r'<(?:link|a)[^>]* href="([^"]*)"', html)
-    foreign = [link for link in links if link.startswith(("/", "http"))]
-    # CML's own pages of sessions, and dashboards, which are in a sandbox
-    known = ("https://ml.example.com/", "//127.0.0.1:")
-    assert [link for link in foreign if not link.startswith(known)] == []
-
-
-@pytest.mark.parametrize("path", PAGES)
-async def test_ids_are_unique_and_each_label_names_a_field(ask, path):
-    html = (await ask(path)).body.decode()
-    ids = re.findall(r'\sid="([^"]+)"', html)
-    assert len(ids) == len({*ids})
-    named = re.findall(r'\s(?:for|aria-labelledby|aria-describedby|data-opens|data-copies)="([^"]+)"', html)
-    assert {*named} <= {*ids}
-
-
-@pytest.mark.parametrize("path", PAGES)
-async def test_a_read_only_user_sees_the_reason_instead_of_forms(path):
-    async with served(StandInClusters(several()), name="eve", may_change=False) as ask:
+async def test_pages_load_nothing_from_other_sites_contain_no_code_and_have_labels_and_unique_ids(ask):
+    for path in [*PAGES, "clusters/none"]:
         html = (await ask(path)).body.decode()
-    assert "<form" not in html
-    assert "data-opens" not in html
-    assert "xsrf-token" not in html
-    assert "your role in the project is read-only" in html
+        assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?! src=)|javascript:", html) == []
+        links = re.findall(r'\s(?:src|action|data-action|data-url)="([^"]*)"', html)
+        links += re.findall(r'<(?:link|a)[^>]* href="([^"]*)"', html)
+        foreign = [link for link in links if link.startswith(("/", "http"))]
+        # CML's own pages of sessions, and dashboards, which are in a sandbox
+        known = ("https://ml.example.com/", "//127.0.0.1:")
+        assert [link for link in foreign if not link.startswith(known)] == []
+        ids = re.findall(r'\sid="([^"]+)"', html)
+        assert len(ids) == len({*ids})
+        named = r'\s(?:for|aria-labelledby|aria-describedby|data-opens|data-copies)="([^"]+)"'
+        assert {*re.findall(named, html)} <= {*ids}
 
 
-async def test_only_users_see_pages(ask):
-    for path in PAGES:
+async def test_a_read_only_user_sees_the_reason_instead_of_forms_and_strangers_see_nothing(ask):
+    async with served(StandInClusters(several()), name="eve", may_change=False) as reader:
+        for path in PAGES:
+            html = (await reader(path)).body.decode()
+            assert "<form" not in html
+            assert "data-opens" not in html
+            assert "xsrf-token" not in html
+            assert "your role in the project is read-only" in html
+        for path in "api/history", "metrics":
+            assert (await reader(path)).code == 200
+    for path in [*PAGES, "api/history", "metrics"]:
         answer = await ask(path, token=False)
         assert answer.code == 401
         assert "churn-model" not in answer.body.decode().replace(path, "")
@@ -245,49 +235,37 @@ def test_the_texts_of_a_form_become_arguments():
     assert pages.form_arguments({"n_workers": deep})["n_workers"] == deep  # CMLCluster refuses it
 
 
-@pytest.mark.parametrize(
-    ("texts", "words"),
-    [
+def test_an_invalid_text_is_refused_without_repeating_it():
+    for texts, words in (
         ({"env": "s3cr3t"}, "invalid env: expected NAME=VALUE"),
         ({"worker_args": "'s3cr3t"}, "invalid worker_args: expected a command line"),
         ({"create_mode": "connect"}, "invalid option 'create_mode'"),
-    ],
-)
-def test_an_invalid_text_is_refused_without_repeating_it(texts, words):
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
-        pages.form_arguments(texts)
-    assert "s3cr3t" not in str(error.value)
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)) as error:
+            pages.form_arguments(texts)
+        assert "s3cr3t" not in str(error.value)
 
 
 async def test_the_form_creates_a_cluster_for_its_user():
     clusters = StandInClusters([])
     async with served(clusters, name="alice", may_change=True) as ask:
         answer = await ask("api/form", method="POST", body=json.dumps({"name": "day", "n_workers": "3"}))
+        without_xsrf = await ask("api/form", token=False, method="POST", body="{}")
     assert json.loads(answer.body)["name"] == "day"
+    assert without_xsrf.code == 403
     assert clusters.created == [({"name": "day", "n_workers": 3, "security": False}, "alice")]
 
 
-@pytest.mark.parametrize(
-    ("texts", "status", "words"),
-    [
+async def test_a_refused_form_is_answered_with_the_reason(ask):
+    for texts, status, words in (
         ({"n_workers": "many"}, 400, "invalid n_workers='many'"),
         ({"env": "A"}, 400, "invalid env: expected NAME=VALUE"),
         ({"name": "etl"}, 409, "to delete it, run `dask cml delete etl`"),
         ({"nvidia_gpu": "1"}, 503, "exceeded quota"),
-    ],
-)
-async def test_a_refused_form_is_answered_with_the_reason(ask, texts, status, words):
-    answer = await ask("api/form", method="POST", body=json.dumps(texts))
-    assert answer.code == status, answer.body
-    assert words in json.loads(answer.body)["error"]
-
-
-async def test_a_form_without_an_xsrf_token_is_refused():
-    clusters = StandInClusters([])
-    async with served(clusters, name="alice", may_change=True) as ask:
-        answer = await ask("api/form", token=False, method="POST", body="{}")
-    assert answer.code == 403
-    assert clusters.created == []
+    ):
+        answer = await ask("api/form", method="POST", body=json.dumps(texts))
+        assert answer.code == status, answer.body
+        assert words in json.loads(answer.body)["error"]
 
 
 # -- ended clusters
@@ -299,23 +277,16 @@ async def test_ended_clusters_are_listed_with_sums_by_day_and_user(ask):
     assert "By day of the end" in text
     assert "2026-11-22 7 41.50 107.00 506.00 4.00" in text
     assert "alice 7 41.50 107.00 506.00 4.00" in text
-    assert "Cost" not in text
-    with dask.config.set({"cml.prices.cpu": 0.5}):
-        assert "Cost churn-model" in (text := await text_of(ask("history")))
-    assert "alice 7 41.50 107.00 506.00 4.00 53.50" in text
 
 
-async def test_the_page_of_an_ended_cluster_shows_what_it_has_done(ask):
+async def test_the_page_of_an_ended_cluster_shows_what_it_has_done_and_where_its_logs_are(ask, monkeypatch):
     text = await text_of(ask("history/00000000000000aa"))
     assert "Ended 2026-11-23 02:30 UTC: idle for 1800 s" in text
     assert "Most workers 12 Tasks 12,840 done Session hours 41.50" in text
     assert "Lost sessions: 2 evicted, 1 out of memory" in text
-    assert (await ask("history/00000000000000ff")).code == 404
-
-
-async def test_the_page_of_an_ended_cluster_shows_failed_tasks_and_where_its_logs_are(ask, monkeypatch):
-    assert "No log is left." in (text := await text_of(ask("history/00000000000000aa")))
+    assert "No log is left." in text
     assert "Last failed tasks" not in text
+    assert (await ask("history/00000000000000ff")).code == 404
     monkeypatch.setattr(
         "dask_cml.serve.pages.where_logs_are", lambda cluster: f"dask cml logs {cluster.name}"
     )
@@ -325,14 +296,17 @@ async def test_the_page_of_an_ended_cluster_shows_failed_tasks_and_where_its_log
     assert "Read them in the project: dask cml logs night" in text
 
 
-@pytest.mark.parametrize("path", ["clusters/churn-model", "history/00000000000000aa"])
-async def test_where_prices_are_set_a_page_shows_costs(ask, path):
-    assert "Cost" not in await text_of(ask(path))
-    with dask.config.set({"cml.prices.cpu": 0.5}):
-        text = await text_of(ask(path))
-    assert "Cost 53.50" in text
-    assert "GPU hours Cost scheduler 1 25.00 25.00 50.00 0.00 12.50" in text
-    assert "Total 7 41.50 107.00 506.00 4.00 53.50" in text
+async def test_where_prices_are_set_pages_show_costs(ask):
+    priced = {
+        "clusters/churn-model": ("Cost 53.50", "Total 7 41.50 107.00 506.00 4.00 53.50"),
+        "history/00000000000000aa": ("Cost 53.50", "GPU hours Cost scheduler 1 25.00 25.00 50.00 0.00 12.50"),
+        "history": ("Cost churn-model", "alice 7 41.50 107.00 506.00 4.00 53.50"),
+    }
+    for path, costs in priced.items():
+        assert "Cost" not in await text_of(ask(path))
+        with dask.config.set({"cml.prices.cpu": 0.5}):
+            text = await text_of(ask(path))
+        assert [words for words in costs if words not in text] == []
 
 
 async def test_texts_of_ended_clusters_are_escaped(ask):
@@ -341,12 +315,3 @@ async def test_texts_of_ended_clusters_are_escaped(ask):
         assert "&lt;img src=x&gt;&#39;&#34;" in html
         for tag in ("<img src=x", "<script>alert", "<b>bob"):
             assert tag not in html
-
-
-async def test_read_only_users_see_the_history_and_others_do_not():
-    async with served(StandInClusters([]), name="rob", may_change=False) as ask:
-        for path in ("history", "api/history", "metrics"):
-            assert (await ask(path)).code == 200
-    async with served(StandInClusters([])) as ask:
-        for path in ("history", "api/history", "metrics"):
-            assert (await ask(path, token=False)).code == 401
