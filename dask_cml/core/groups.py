@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 500_000
 
 
-class Specs(dict[str, Any]):
+class Specs(UserDict[str, Any]):
     """The dictionary ``worker_spec``, whose keys may be given as numbers, as in the examples of SpecCluster.
 
     A worker's name is its key, and ``dask worker``, the scheduler and the platform know names as texts only.
@@ -35,29 +36,9 @@ class Specs(dict[str, Any]):
     ({'7': 'spec', '8': 'spec'}, 'spec', True)
     """
 
-    def __init__(self, *specs: Any, **more: Any) -> None:
-        super().__init__()
-        self.update(*specs, **more)
-
-    def update(self, *specs: Any, **more: Any) -> None:
-        """Add specs, or replace them."""
-        super().update({str(name): spec for name, spec in dict(*specs, **more).items()})
-
-    def __ior__(self, specs: Any) -> Specs:  # type: ignore[misc, override]
+    def __ior__(self, specs: Any) -> Specs:  # type: ignore[override, misc]  # UserDict's takes keys as they are
         self.update(specs)
         return self
-
-    def setdefault(self, name: Any, spec: Any = None) -> Any:
-        """Return a worker's spec. Without one, add it."""
-        return super().setdefault(str(name), spec)
-
-    def get(self, name: Any, *default: Any) -> Any:
-        """Return a worker's spec, or the default."""
-        return super().get(str(name), *default)
-
-    def pop(self, name: Any, *default: Any) -> Any:
-        """Remove a worker's spec, and return it, or the default."""
-        return super().pop(str(name), *default)
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(str(name))
