@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
-import re
-import time
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import dask
 import pytest
-from click.testing import CliRunner
-from clusters import arrived, create_and_kill, make, rebuild, simulate
+from clusters import arrived, create_and_kill, rebuild, simulate
 from simulated.testing import eventually, simulated
 
 import dask_cml
-from dask_cml import CMLCluster, SessionHours, Usage, cli
+from dask_cml import SessionHours, Usage
 from dask_cml.errors import NoSuchCluster
 from dask_cml.options import SessionSize
 from dask_cml.records import store
@@ -64,31 +60,25 @@ def test_hours_are_those_of_running_and_of_ended_sessions_by_group():
     }
 
 
-def test_the_total_is_the_sum_of_all():
-    usage = Usage(a=SessionHours(1, 2, 3, 4, 5), b=SessionHours(10, 20, 30, 40, 50))
-    assert usage.total == SessionHours(11, 22, 33, 44, 55)
+def test_the_total_is_the_sum_of_all_and_counts_lost_sessions_by_cause():
+    first = SessionHours(1, 2, 3, 4, 5, lost={"evicted": 1})
+    usage = Usage(a=first, b=SessionHours(10, 20, 30, 40, 50, lost={"evicted": 2, "killed": 1}))
+    total = SessionHours(11, 22, 33, 44, 55, lost={"evicted": 3, "killed": 1})
+    assert usage.total == total
+    assert json.loads(json.dumps(usage.to_json()))["total"] == asdict(total)
     assert Usage().total == SessionHours()
 
 
-def test_lost_sessions_of_several_groups_are_summed_up_for_json():
-    usage = Usage(a=SessionHours(lost={"evicted": 1}), b=SessionHours(lost={"evicted": 2, "killed": 1}))
-    assert json.loads(json.dumps(usage.to_json()))["total"]["lost"] == {"evicted": 3, "killed": 1}
-
-
-def test_a_session_counts_from_when_it_started():
+def test_a_session_counts_once_from_its_start_to_its_end():
     record = running(session("mine-0", started=None), session("mine-1", started=BEGIN + HOUR))
     assert used(record, now=BEGIN + 3 * HOUR) == {"default": SessionHours(2, 2)}
     over = [ended("mine-0", 3, started=BEGIN + HOUR), ended("mine-1", 5, started=None)]
     assert used(running(), *over, now=BEGIN) == {"default": SessionHours(2, 2)}
-
-
-def test_a_session_that_ends_between_two_looks_counts_once():
+    # It ends between two looks.
     over = ended("mine-0", 1)
     record = running(replace(over, ended=None))
     assert used(record, over, now=BEGIN + 9 * HOUR) == {"default": SessionHours(1, 1)}
-
-
-def test_clocks_that_differ_and_sizes_that_are_unknown_take_nothing_away():
+    # Clocks differ.
     record = running(session("mine-0"))
     assert used(record, ended("mine-1", -1), now=BEGIN - HOUR) == {"default": SessionHours(2)}
 
@@ -106,57 +96,13 @@ def test_it_prints_as_a_table():
 # -- whole clusters
 
 
-def mine(**options):
-    return simulate(name="mine", **options)
-
-
 def ended_keys():
     return sorted(launch.key for launch in store.read("mine").ended.values())
 
 
-def waiting():
-    """Return the sessions that have not started, as the record has them."""
-    return {id: launch for id, launch in store.read("mine").launches.items() if launch.started is None}
-
-
-def check(usage, cpu=1, memory=2):
-    """Check that hours agree with each other for workers of this size and the smallest scheduler."""
-    for group, used in usage.items():
-        sizes = (1, 2) if group == "scheduler" else (cpu, memory)
-        assert used.vcpu_hours == pytest.approx(sizes[0] * used.hours)
-        assert used.gib_hours == pytest.approx(sizes[1] * used.hours)
-
-
-@simulated
-async def test_stopped_sessions_count_until_they_were_stopped(it):
-    start = time.time()
-    async with mine(n_workers=2, cpu=0.5, memory=1.5) as cluster:
-        await eventually(lambda: len(store.read("mine").sessions) == 3)
-        await eventually(lambda: arrived(cluster) == 2)
-        usage = await cluster.usage()
-        assert (usage["scheduler"].sessions, usage["default"].sessions) == (1, 2)
-        cluster.scale(0)
-        await eventually(lambda: ended_keys() == ["mine-0", "mine-1"])
-        first = await cluster.usage()
-        await asyncio.sleep(60.0)
-        later = await cluster.usage()
-        assert later["scheduler"].hours > first["scheduler"].hours
-        assert later["default"] == first["default"]  # they count no more
-        check(later, cpu=0.5, memory=1.5)
-        cluster.scale(1)
-        await eventually(lambda: arrived(cluster) == 1)
-        usage = await cluster.usage()
-        assert (usage["default"].sessions, usage.total.sessions) == (3, 4)
-    last = await cluster.usage()  # of its whole life
-    assert last.total.sessions == 4
-    assert last["scheduler"].hours >= first["scheduler"].hours > 0
-    assert last.total.hours * HOUR <= 4 * (time.time() - start + 1)
-    assert await cluster.usage() == last
-
-
 @simulated
 async def test_a_lost_session_counts_until_the_end_that_the_platform_names(it):
-    async with mine(n_workers=1) as cluster:
+    async with simulate(name="mine", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
         it.platform.evict(lost)
@@ -168,39 +114,8 @@ async def test_a_lost_session_counts_until_the_end_that_the_platform_names(it):
 
 
 @simulated
-async def test_each_worker_group_has_hours_of_its_own_also_when_it_is_deleted(it):
-    async with mine(n_workers=1) as cluster:
-        await cluster.add_worker_group("gpu", 1, cpu=4, memory=16, nvidia_gpu=2)
-        await eventually(lambda: arrived(cluster) == 2)
-        await asyncio.sleep(60.0)
-        await cluster.delete_worker_group("gpu")
-        await eventually(lambda: ended_keys() == ["mine-gpu-0"])
-        usage = await cluster.usage()
-        assert [*usage] == ["scheduler", "default", "gpu"]
-        gpu = usage.pop("gpu")
-        assert gpu.hours > 0
-        assert (gpu.sessions, gpu.vcpu_hours, gpu.gib_hours, gpu.gpu_hours) == pytest.approx(
-            (1, 4 * gpu.hours, 16 * gpu.hours, 2 * gpu.hours)
-        )
-        check(usage)
-
-
-@simulated
-async def test_sessions_that_wait_for_room_cost_nothing(it):
-    async with mine() as cluster:
-        it.platform.configure({"cpu": 2}, waits_for_room=True)
-        cluster.scale(2)
-        await eventually(lambda: arrived(cluster) == 1 and len(waiting()) == 1)
-        assert (await cluster.usage())["default"].sessions == 2
-        [(waits, launch)] = waiting().items()
-        await asyncio.sleep(60.0)
-        it.platform.configure()
-        await eventually(lambda: not waiting())
-        assert store.read("mine").launches[waits].started >= launch.launched + 60
-
-
-async def test_it_is_awaited_in_an_event_loop(platform, light):
-    cluster = make(name="mine")
+async def test_it_is_awaited_in_an_event_loop(it):
+    cluster = simulate(name="mine")
     with pytest.raises(NoSuchCluster):
         await cluster.usage()
     async with cluster:
@@ -221,37 +136,6 @@ async def test_the_sessions_of_a_keeper_that_crashed_are_finished_by_the_next_on
         assert len(ended_keys()) == len({*ended_keys()}) == used >= 2
         await cluster.shutdown()
     assert store.records() == []
-
-
-def test_info_prints_it(platform, light, until, monkeypatch):
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
-
-    def run(*arguments):
-        result = CliRunner().invoke(cli.cml, [*arguments])
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    with CMLCluster(n_workers=1, name="mine", platform="local", quiet=True) as cluster:
-        until(lambda: arrived(cluster) == 1)
-        until(lambda: cluster.usage().total.sessions == 2)
-        lines = [line for line in run("info", "mine").splitlines() if line.startswith("usage")]
-        assert [line.split()[1:3] for line in lines] == [
-            ["group", "sessions"],
-            ["scheduler", "1"],
-            ["default", "1"],
-            ["total", "2"],
-        ]
-        assert re.fullmatch(r"usage +total( +\d+){1}( +\d+\.\d\d){4}", lines[-1])
-        about = json.loads(run("info", "mine", "--json"))["usage"]
-        assert {*about["groups"]} == {"scheduler", "default"}
-        with dask.config.set({"cml.prices.cpu": 3600}):
-            priced = json.loads(run("info", "mine", "--json"))
-            assert priced["cost"] == pytest.approx(3600 * priced["usage"]["total"]["vcpu_hours"])
-            assert "GPU hours  cost\n" in run("info", "mine")
-            assert repr(cluster.usage()).splitlines()[0].endswith("cost")
-        total = SessionHours(**about["total"])
-        assert total.sessions == 2
-        assert total.gib_hours == pytest.approx(2 * total.hours)
 
 
 def test_where_prices_are_set_it_shows_costs(state):
