@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import dask
@@ -20,19 +14,23 @@ from clusters import (
     LAUNCHED,
     ObservedCluster,
     arrived,
-    board_of,
+    create_and_kill,
     limits,
+    live,
+    manager,
     sessions,
-    target,
+    simulate,
     write_record,
 )
 from ports import free_port
 from schedulers import prepare, scheduler_in
+from shells import command, run, run_json, started
+from simulated.shell import shell
+from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
-from testbed import faults
 
 import dask_cml
-from dask_cml import CMLCluster, cli
+from dask_cml import cli
 from dask_cml.cli import console
 from dask_cml.layout import LOGS_FOLDER, scheduler_file
 from dask_cml.options import setting, state_directory
@@ -53,34 +51,10 @@ def locally(platform, no_nannies, monkeypatch):
         yield
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "dask", "cml", *map(str, arguments)]
-
-
-def shell(*arguments, code=0):
-    """Run a command in a process of its own, and return what it wrote to stdout and stderr."""
-    result = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=240)
-    assert result.returncode == code, result.stderr
-    return result.stdout, result.stderr
-
-
-def run(*arguments, code=0):
-    """Run a command in this process, and return its output."""
-    result = CliRunner().invoke(cli.cml, [*map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 def listed(name):
     """Return what `dask cml list` says of a cluster, which its scheduler writes a moment later."""
-    [row] = [row for row in json.loads(run("list", "--json")) if row["name"] == name]
+    [row] = [row for row in run_json("list") if row["name"] == name]
     return row
-
-
-def live(platform):
-    """Return the ids of the sessions that are neither over nor being stopped."""
-    present = [session for session in platform.sessions() if session["status"] in ("starting", "running")]
-    return [session["id"] for session in present if not session["stop_requested"]]
 
 
 def add_record(name, address=None, **more):
@@ -103,32 +77,16 @@ def add_stale(name, **more):
 
 
 @pytest.mark.slow
-def test_create_prints_the_link_of_a_dashboard_that_outlives_the_command(left_by_create, until):
-    [line] = [line for line in left_by_create.splitlines() if line.startswith("Dashboard: ")]
-    link = line.removeprefix("Dashboard: ")
+def test_create_names_a_command_and_the_link_of_a_dashboard_that_outlives_it(until):
+    with dask.config.set({"cml.forward-dashboard": True}):  # for the creator
+        output = run("create", "--name", "mine")
+    assert "Cluster mine has no workers yet: run `dask cml scale mine N` or " in output
+    [link] = re.findall("^Dashboard: (.*)$", output, re.MULTILINE)
     with ObservedCluster.from_name("mine", quiet=True) as cluster:
         assert cluster.dashboard_link == link
     until(lambda: listed("mine")["dashboard"] == link)
     assert run("list").splitlines()[1].endswith(link)
-
-
-@pytest.fixture
-def left_by_create():
-    """What `dask cml create` prints about a cluster that forwards its dashboard for its creator."""
-    with dask.config.set({"cml.forward-dashboard": True}):
-        output = run("create", "--name", "mine")
-    yield output
     run("delete", "mine")
-
-
-@pytest.mark.slow
-async def test_the_creator_of_a_deleted_cluster_launches_no_more_sessions(platform, holds):
-    async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
-        await holds(lambda: arrived(cluster))
-        assert await operations.end_all(store.records()) == {"mine": None}
-        await holds(lambda: cluster.status.name == "closed")
-        assert not live(platform)
-        assert store.records() == []
 
 
 @pytest.mark.slow
@@ -140,102 +98,36 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     assert "Or create the cluster without workers and scale it: " in error.splitlines()[1]
     assert not live(platform)
     assert store.records() == []
-    platform.configure(quota=None)
-    run("create", "--name", "small")
-    platform.configure(quota={"cpu": 2, "memory": 100})
-    error = run("scale", "small", 3, code=1)
-    assert "1 of 3 workers launched" in error
-    assert "exceeded quota" in error
-    run("delete", "--all")
 
 
-def test_create_names_a_command_and_delete_notes_a_reason_in_the_history():
-    assert "Cluster night has no workers yet: run `dask cml scale night N` or " in run("create", "night")
-    run("delete", "night", "--reason", "the month is over")
-    assert [cluster.why for cluster in asyncio.run(operations.ended_clusters())] == ["the month is over"]
+# -- commands on a cluster, and who keeps it
 
 
-@pytest.mark.slow
-def test_a_command_does_not_wait_for_a_cluster_whose_workers_fail(platform):
-    run("create", "--name", "mine")
-    platform.inject("fails", match="mine-", times=10)
-    error = run("scale", "mine", 1, code=1)
-    assert "no new workers after 5 failures" in error
-    run("delete", "mine")
-
-
-# -- adapt, and who keeps a cluster
-
-
-@contextlib.contextmanager
-def started(*arguments):
-    with subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.mark.slow
-def test_the_keeper_adapts_what_a_command_asks_for(until):
-    with CMLCluster(name="mine", quiet=True) as cluster:
-        assert run("adapt", "mine", 1, 2) == "Cluster mine adapts between 1 and 2 workers\n"
-        until(lambda: arrived(cluster) == 1)
+@simulated
+async def test_the_keeper_does_what_commands_ask_for(it):
+    async with simulate(name="mine", security=True) as cluster:
+        with dask.config.set({"cml.limits.sessions": 3}):
+            words = "expected at most 2, because cml.limits.sessions is 3, in Dask's configuration"
+            assert f"Error: invalid n=3: {words}" in await shell("scale", "mine", 3, code=1)
+            added = await shell("group", "add", "mine", "big", "--n-workers", 3, code=1)
+            assert f"Error: invalid n_workers=3: {words}" in added
+            assert await shell("adapt", "mine", 0) == "Cluster mine adapts between 0 and 2 workers\n"
+        assert await shell("adapt", "mine", 1, 2) == "Cluster mine adapts between 1 and 2 workers\n"
+        await eventually(lambda: arrived(cluster) == 1)
         assert limits(cluster) == (1, 2)
+        it.platform.doom("fails", times=10)
+        assert "no new workers after 5 failures" in await shell("scale", "mine", 2, code=1)
 
 
-@pytest.fixture
-def left(platform):
-    """A cluster whose creator has left it, so that nobody keeps it."""
-    with CMLCluster(name="mine", quiet=True, shutdown_on_close=False):
-        pass
-    yield
-    run("delete", "mine")
-
-
-def test_no_command_keeps_a_cluster(left):
-    for looking in ["list"], ["info", "mine"], ["group", "list", "mine"], ["logs", "mine"]:
-        run(*looking)
-    run("scale", "mine", 0)
-    run("adapt", "mine", 0, 1)
-    log = run("logs", "mine", "Scheduler")
-    assert not [line for line in log.splitlines() if "kept by" in line and WHO not in line]
-
-
-@pytest.mark.slow
-def test_what_a_script_asks_for_before_it_ends_is_written_on_the_board(left, until):
-    code = "from dask_cml import CMLCluster; CMLCluster.from_name('mine', quiet=True).scale(1)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    until(lambda: json.loads(run("group", "list", "mine", "--json"))[0]["n_workers"] == 1)
-
-
-@pytest.mark.slow
-def test_a_script_that_takes_a_cluster_over_does_not_scale_it(left):
-    run("scale", "mine", 1)
-    with CMLCluster.from_name("mine", quiet=True) as cluster:
-        assert target(cluster) == 1
-
-
-@pytest.mark.slow
-def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
-    with CMLCluster(n_workers=1, name="mine", quiet=True) as cluster:
-        cluster.scale(0)
-        until(lambda: board_of(cluster).groups["default"].target == 0)
-        with CMLCluster.from_name("mine", quiet=True) as remote:
-            until(lambda: [*remote.worker_spec] == [])
-            assert board_of(cluster).groups["default"].target == 0
-
-
-def test_commands_refuse_more_than_a_limit_and_adapt_without_a_maximum_takes_it():
-    with CMLCluster(name="mine", quiet=True), dask.config.set({"cml.limits.sessions": 3}):
-        words = "expected at most 2, because cml.limits.sessions is 3, in Dask's configuration"
-        assert f"Error: invalid n=3: {words}" in run("scale", "mine", 3, code=1)
-        assert f"Error: invalid n_workers=3: {words}" in run("create", "--n-workers", 3, code=1)
-        added = run("group", "add", "mine", "big", "--n-workers", 3, code=1)
-        assert f"Error: invalid n_workers=3: {words}" in added
-        assert run("adapt", "mine", 0) == "Cluster mine adapts between 0 and 2 workers\n"
+@simulated
+async def test_no_command_keeps_a_cluster(it):
+    await create_and_kill(it, name="mine", security=True, shutdown_on_close=False)
+    await eventually(lambda: manager("mine") == WHO)
+    term = store.read("mine").scheduler.term
+    for words in "list", "info mine", "group list mine", "logs mine", "scale mine 0", "adapt mine 0 1":
+        await shell(*words.split())
+    assert (manager("mine"), store.read("mine").scheduler.term) == (WHO, term)
+    await shell("delete", "mine")
 
 
 def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
@@ -272,7 +164,7 @@ def test_a_silent_cluster_counts_its_hours_until_its_last_sign_of_life():
     add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-0"))
     sign = state_directory() / "left" / scheduler_file(0)
     os.utime(sign, (LAUNCHED + 3600, LAUNCHED + 3600))
-    about = json.loads(run("info", "left", "--json"))
+    about = run_json("info", "left")
     assert about["status"] == "not answering"
     assert about["usage"]["total"]["hours"] == pytest.approx(2.0, abs=0.01)
 
@@ -342,14 +234,6 @@ def test_logs_are_followed_until_the_cluster_is_gone(write_log):
         assert process.stderr.read() == "Cluster left shut down\n"
 
 
-def test_logs_of_chosen_workers_are_followed_until_ctrl_c(write_log):
-    with started("logs", "left", "left-0", "-f") as process:
-        assert process.stdout.readline() == "==> left-0 <==\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 130
-        assert process.stderr.read() == ""
-
-
 # -- what create is given
 
 
@@ -403,34 +287,19 @@ def test_create_sets_what_a_cluster_takes_from_the_configuration_alone(monkeypat
 
 def test_create_takes_every_kind_of_option(given):
     kwargs = given(
-        *("--no-security", "--env", "A=1", "--env", "B=", "--launch-options", "accelerator_label_id=3"),
-        *(
-            "--scheduler-args",
-            "--preload 'a b'",
-            "--worker-class",
-            "x.Y",
-            "--platform",
-            "local",
-            "--n-workers",
-            2,
-        ),
+        *("--name", "lab", "--no-security", "--env", "A=1", "--env", "B="),
+        *("--launch-options", "accelerator_label_id=3", "--scheduler-args", "--preload 'a b'"),
+        *("--worker-class", "x.Y", "--platform", "local", "--n-workers", 2),
     )
     assert kwargs["security"] is False
+    assert kwargs["name"] == given("lab")["name"] == "lab"
+    error = run("create", "lab", "--name", "night", code=2)
+    assert "expected one name: got 'lab', and --name night" in error
     assert kwargs["env"] == {"A": "1", "B": ""}
     assert kwargs["launch_options"] == {"accelerator_label_id": 3}
     assert kwargs["scheduler_args"] == ["--preload", "a b"]
     assert kwargs["n_workers"] == 2
     assert (kwargs["worker_class"], kwargs["platform"]) == ("x.Y", "local")
-
-
-@pytest.mark.parametrize("arguments", [("lab",), ("--name", "lab")])
-def test_create_takes_the_name_as_the_other_commands_do(given, arguments):
-    assert given(*arguments)["name"] == "lab"
-
-
-def test_create_takes_one_name():
-    error = run("create", "lab", "--name", "night", code=2)
-    assert "expected one name: got 'lab', and --name night" in error
 
 
 def test_an_idle_cluster_shuts_down_after_an_hour_by_default(given):
@@ -444,21 +313,14 @@ def test_an_idle_cluster_shuts_down_after_an_hour_by_default(given):
         assert idle_timeout() == "as configured"
 
 
-@pytest.mark.parametrize(
-    ("option", "code"),
-    [
-        (("--cpu", "-1"), 1),
-        (("--cpu", "many"), 1),
-        (("--env", "A"), 1),
-        (("--worker-args", "'"), 1),
-        (("--platform", "mine"), 2),
-        (("--n-workers", "lots"), 2),
-    ],
-)
-def test_an_invalid_option_is_refused_before_a_launch(platform, option, code):
-    error = run("create", *option, code=code)
-    assert "Error: " in error
-    assert "'lots'" not in error or "'--n-workers': 'lots'" in error
+def test_an_invalid_option_is_refused_before_a_launch(platform):
+    invalid = {"--cpu=-1": 1, "--cpu=many": 1, "--env=A": 1, "--worker-args='": 1, "--platform=mine": 2}
+    for option, code in invalid.items():
+        assert "Error: " in run("create", option, code=code)
+    assert "'--n-workers': 'lots'" in run("create", "--n-workers", "lots", code=2)
+    with dask.config.set({"cml.limits.sessions": 3}):
+        words = "invalid n_workers=3: expected at most 2, because cml.limits.sessions is 3, in Dask's"
+        assert words in run("create", "--n-workers", 3, code=1)
     assert platform.sessions() == []
 
 
@@ -497,19 +359,19 @@ def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypat
 # -- what is left of clusters
 
 
-@pytest.mark.slow
-def test_a_cluster_whose_sessions_cannot_be_stopped_keeps_its_record(platform):
-    [session] = platform.launch_workers(1, 1, 1, name="kept", code="import time; time.sleep(600)")
-    add_stale("kept", launches=sessions(**{session["id"]: "scheduler"}))
-    add_stale("other")
-    faults.inject("error", function="stop_workers", status=403, times=100)
-    out, err = shell("delete", "--all", code=1)
-    assert out == "Cluster other deleted\n"
+@simulated
+async def test_a_cluster_whose_sessions_cannot_be_stopped_keeps_its_record(it):
+    await create_and_kill(it, name="kept", security=True)
+    session = it.platform.running["kept-scheduler"]
+    it.platform.denied[session] = 403
+    async with simulate(name="other"):
+        out = await shell("delete", "--all", code=1)
+    assert "Cluster other deleted\n" in out
     again = r"To try again: `dask cml delete kept`"
-    assert re.fullmatch(rf"Error: cluster kept not deleted: .*{session['id']}.*\. {again}\n", err)
+    assert re.search(rf"^Error: cluster kept not deleted: .*{session}.*\. {again}$", out, re.MULTILINE)
     assert [record.name for record in store.records()] == ["kept"]
-    faults.clear()
-    run("delete", "kept")
+    it.platform.heal()
+    await shell("delete", "kept")
 
 
 async def test_deleting_a_cluster_without_keys_ends_no_other_scheduler_at_its_address(tmp_path):
@@ -520,13 +382,6 @@ async def test_deleting_a_cluster_without_keys_ends_no_other_scheduler_at_its_ad
 
 
 # -- terminals
-
-
-def test_a_narrow_terminal_cuts_no_name():
-    name = "a-long-name-" * 8
-    add_record(name)
-    status, output = in_a_terminal(command("list"), COLUMNS="40")
-    assert (status, name in output) == (0, True)
 
 
 def test_progress_is_for_terminals_only(capsys, monkeypatch):
@@ -552,20 +407,7 @@ def test_names_are_completed():
     assert complete(["create"], "--scheduler-m") == ["--scheduler-memory"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (119, "119 s"),
-        (179, "2.9 min"),
-        (300, "5 min"),
-        (3600, "60 min"),
-        (10_476, "2.9 h"),
-        (7_200, "2 h"),
-        (90_000, "25 h"),
-        (604_799, "6.9 d"),
-        (1e6, "11 d"),
-    ],
-)
-def test_durations_have_one_unit_and_two_digits(seconds, text):
-    assert format_duration(seconds) == text
+def test_durations_have_one_unit_and_two_digits():
+    texts = {0.4: "0 s", 119: "119 s", 179: "2.9 min", 300: "5 min", 3600: "60 min", 10_476: "2.9 h"}
+    texts |= {7_200: "2 h", 90_000: "25 h", 604_799: "6.9 d", 1e6: "11 d"}
+    assert {seconds: format_duration(seconds) for seconds in texts} == texts
