@@ -117,13 +117,10 @@ async def test_the_link_to_the_dashboard_is_the_clusters(cluster, holds):
         assert local.dashboard_link == local.cluster.dashboard_link
 
 
-def test_each_representation_shows_the_address(cluster):
+async def test_a_client_connects_by_the_plain_address_and_each_representation_shows_the_name(cluster):
     assert cluster.scheduler_address == cluster_address(NAME) == ADDRESS
     assert repr(cluster).startswith(f"CMLCluster({NAME}, '{ADDRESS}', workers=")
     assert ADDRESS in cluster._repr_html_()
-
-
-async def test_where_a_cluster_is_used_a_client_connects_by_the_plain_address(cluster):
     async with Client(cluster.scheduler.address, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
 
@@ -149,6 +146,7 @@ with Client(sys.argv[1]) as client:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["after its name", "by the configuration"])
 def test_a_process_without_our_import_connects_by_the_plain_address(cluster, tmp_path, how):
     name, loader = ([ADDRESS], None) if how == "after its name" else ([], "dask_cml.address.load_security")
@@ -189,27 +187,16 @@ def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
     assert load_security({"address": "tls://10.0.0.1:8786"}).tls_ca_file == "/new.pem"
 
 
-@pytest.mark.parametrize(
-    ("configured", "left"), [(None, "dask_cml.address.load_security"), ("mine.load", "mine.load")]
-)
-def test_the_users_own_loader_stays(configured, left):
-    with dask.config.set({LOADER: configured}):
-        CMLBackend()
-        assert dask.config.get(LOADER) == left
-
-
-IMPORT = """
-import copy
-from dask.config import config
-
-before = copy.deepcopy(config)
-import dask_cml
-print(config == before)
-"""
+def test_the_users_own_loader_stays():
+    for configured, left in (None, "dask_cml.address.load_security"), ("mine.load", "mine.load"):
+        with dask.config.set({LOADER: configured}):
+            CMLBackend()
+            assert dask.config.get(LOADER) == left
 
 
 def test_importing_it_changes_no_configuration(tmp_path):
-    assert run(IMPORT, folder=tmp_path) == "True\n"
+    code = "import copy, dask.config as c; before = copy.deepcopy(c.config); import dask_cml"
+    assert run(f"{code}; print(c.config == before)", folder=tmp_path) == "True\n"
 
 
 @pytest.fixture(params=[True, False], ids=["tls", "tcp"])
@@ -231,30 +218,26 @@ def mute(platform, request, monkeypatch):
         yield "mute"
 
 
-async def test_a_peer_that_accepts_and_never_answers_ends_a_connection_in_time(mute):
-    reason = "Timed out trying to connect|accepts connections, but did not answer within 1 s"
-    with pytest.raises(OSError, match=reason):
-        await asyncio.wait_for(Client("cml://mute", asynchronous=True), 60)
-    with pytest.raises(OSError, match=reason):
-        await asyncio.wait_for(connected_to("cml://mute"), 60)
-
-
 def chain(error):
     """Return the messages that a traceback shows: of an error, and of the errors behind it."""
     return "" if error is None else f"{error}\n{chain(error.__cause__ or error.__context__)}"
 
 
-@pytest.mark.parametrize("user", ["ana", "ben"])
-async def test_an_error_of_another_users_cluster_says_whose_it_is(mute, monkeypatch, caplog, user):
-    monkeypatch.setenv("CDSW_CREATOR", user)
+@pytest.mark.slow
+async def test_a_peer_that_accepts_and_never_answers_ends_a_connection_in_time(mute, monkeypatch):
     other = "user ana created the cluster, and this process belongs to user ben"
-    with pytest.raises(CMLError) as remote:
-        await asyncio.wait_for(CMLCluster.from_name("mute", asynchronous=True, quiet=True), 60)
-    assert (other in str(remote.value)) == (user == "ben")
-    assert ("run `dask cml delete mute`" in str(remote.value)) == (user == "ana")
-    with pytest.raises(OSError, match=r"Timed out|did not answer") as client:
-        await asyncio.wait_for(Client("cml://mute", asynchronous=True), 60)
-    assert (other in chain(client.value)) == (user == "ben")
+    reason = "Timed out|accepts connections, but did not answer within 1 s"
+    for user in "ana", "ben":
+        monkeypatch.setenv("CDSW_CREATOR", user)
+        with pytest.raises(CMLError) as remote:
+            await asyncio.wait_for(CMLCluster.from_name("mute", asynchronous=True, quiet=True), 60)
+        assert (other in str(remote.value)) == (user == "ben")
+        assert ("run `dask cml delete mute`" in str(remote.value)) == (user == "ana")
+        with pytest.raises(OSError, match=reason) as client:
+            await asyncio.wait_for(Client("cml://mute", asynchronous=True), 60)
+        assert (other in chain(client.value)) == (user == "ben")
+    with pytest.raises(OSError, match=reason):
+        await asyncio.wait_for(connected_to("cml://mute"), 60)
 
 
 async def test_a_client_waits_for_a_cluster_that_starts(platform, caplog, holds):
