@@ -61,10 +61,10 @@ ENDED = re.compile("exit status -(2|9);")
 RECORD = "0123456789abcdef"
 
 
-@pytest.fixture(params=["plain", NASTY], ids=["plain", "nasty"])
+@pytest.fixture
 def folder(request, tmp_path):
     """The cluster's folder."""
-    folder = tmp_path / request.param
+    folder = tmp_path / getattr(request, "param", "plain")
     folder.mkdir()
     (folder / LOGS_FOLDER).mkdir()
     return folder
@@ -84,7 +84,7 @@ def program(folder, monkeypatch):
     return more.write_text
 
 
-@pytest.fixture(params=["python", "ipython"])
+@pytest.fixture
 def run(request, tmp_path):
     """Run a plan's code and return what came out of it. It must be quick to end."""
 
@@ -94,7 +94,7 @@ def run(request, tmp_path):
         kernel = tmp_path / "kernel.py"
         kernel.write_text(IPYTHON)
         # Neither the current folder nor site-packages: a session's code must do without dask_cml.
-        arguments = ["-I", "-S", code] if request.param == "python" else [kernel, code]
+        arguments = [kernel, code] if getattr(request, "param", None) else ["-I", "-S", code]
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=tmp_path,
@@ -128,9 +128,15 @@ def read(**options):
     return Options.read(**{"name": "mine", **options})
 
 
+with_nasty_names = pytest.mark.parametrize("folder", ["plain", NASTY], ids=["plain", "nasty"], indirect=True)
+in_ipython = pytest.mark.parametrize("run", ["ipython"], indirect=True)
+
+
 # -- run for real
 
 
+@with_nasty_names
+@in_ipython
 def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, run, folder):
     program("print('registered'); os.write(2, b'not UTF-8: \\xff\\n')")
     name = folder.name
@@ -154,6 +160,7 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@with_nasty_names
 def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
     program, run, folder, monkeypatch
 ):
@@ -170,7 +177,6 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
     assert plan.log == folder / LOGS_FOLDER / f"{name}-scheduler.log"
 
 
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_variables_of_a_user_are_those_of_the_session(program, run, folder):
     names = ["PATH", "LIBS", "PASSWORD", "NASTY", EXPANDED, "TMPDIR"]
     program(f"print(json.dumps({{name: os.environ.get(name) for name in {names}}}))")
@@ -202,7 +208,6 @@ def test_variables_of_a_user_are_those_of_the_session(program, run, folder):
     assert values(arguments(plan), "--preload")[-1] == "/home/me/setup.py"
 
 
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_an_argument_with_a_variable_that_is_not_set_starts_no_program(program, run, folder):
     program("print('registered')")
     options = read(worker_args=["--local-directory", "${NO_SUCH}/dask"])
@@ -214,21 +219,20 @@ def test_an_argument_with_a_variable_that_is_not_set_starts_no_program(program, 
     assert plan.log.read_text() == f"{words}\n[dask worker exited with status 127]\n"
 
 
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
-@pytest.mark.parametrize("how", ["sys.exit(3)", "1 / 0", "os.kill(os.getpid(), 9)"])
-def test_the_code_of_a_session_fails_with_its_program_and_prints_the_last_lines(program, run, folder, how):
-    program(f"print(*range(100_000), 'the last words', sep='\\n', flush=True); {how}")
-    plan = plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
-    done = run(plan)
-    assert done.returncode == 1
-    assert "worker failed with exit status" in done.stdout + done.stderr
-    assert f"its log is {plan.log}" in done.stdout + done.stderr
-    assert "the last words" in done.stdout
-    assert "\n99900\n" not in done.stdout
-    assert "\n99900\n" in plan.log.read_text()
+@pytest.mark.parametrize("run", [None, pytest.param("ipython", marks=pytest.mark.slow)], indirect=True)
+def test_the_code_of_a_session_fails_with_its_program_and_prints_the_last_lines(program, run, folder):
+    for n, how in enumerate(["sys.exit(3)", "1 / 0", "os.kill(os.getpid(), 9)"]):
+        program(f"print(*range(100_000), 'the last words', sep='\\n', flush=True); {how}")
+        plan = plan_worker(read(), Place(folder), f"mine-{n}", "tcp://10.0.0.1:8786")
+        done = run(plan)
+        assert done.returncode == 1
+        assert "worker failed with exit status" in done.stdout + done.stderr
+        assert f"its log is {plan.log}" in done.stdout + done.stderr
+        assert "the last words" in done.stdout
+        assert "\n99900\n" not in done.stdout
+        assert "\n99900\n" in plan.log.read_text()
 
 
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_the_log_names_a_program_that_cannot_be_started(program, run, folder):
     (folder / "python").unlink()
     plan = plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
@@ -238,23 +242,14 @@ def test_the_log_names_a_program_that_cannot_be_started(program, run, folder):
     assert "No such file or directory" in plan.log.read_text()
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
-@pytest.mark.parametrize(
-    ("environment", "port"),
-    [
-        ({"CDSW_APP_PORT": "8100", "CDSW_READONLY_PORT": "8200"}, "8100"),
-        ({"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "8200"}, "8200"),
-        ({"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": ""}, "8787"),
-    ],
-)
-def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, folder, environment, port):
+def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, folder):
     plan = plan_scheduler(read(), Place(folder), "0.0.0.0", 8786)
-    run(plan, **environment)
-    assert values(arguments(plan), "--dashboard-address") == [f"127.0.0.1:{port}"]
+    for app, readonly, port in ("8100", "8200", 8100), ("", "8200", 8200), ("", "", 8787):
+        plan.log.unlink(missing_ok=True)
+        run(plan, CDSW_APP_PORT=app, CDSW_READONLY_PORT=readonly)
+        assert values(arguments(plan), "--dashboard-address") == [f"127.0.0.1:{port}"]
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
 def test_a_worker_without_an_address_exits_if_no_scheduler_file_appears(program, run, folder):
     program("time.sleep(600)")
     plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
@@ -264,7 +259,6 @@ def test_a_worker_without_an_address_exits_if_no_scheduler_file_appears(program,
     assert values(argv(plan), "--scheduler-file") == [str(folder / scheduler_file(0))]
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
 def test_a_worker_without_an_address_runs_on_once_a_scheduler_file_appears(program, run, folder):
     (folder / scheduler_file(0)).touch()
     program("time.sleep(1); print('runs on')")
@@ -274,8 +268,6 @@ def test_a_worker_without_an_address_runs_on_once_a_scheduler_file_appears(progr
     assert "runs on" in plan.log.read_text()
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is_gone(program, run, folder):
     cluster = folder / "cluster"
     cluster.mkdir()
@@ -286,43 +278,35 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
     assert values(argv(plan), "--death-timeout") == ["1500.1"]
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
-@pytest.mark.parametrize(
-    ("file", "content", "why"),
-    [
+@pytest.mark.parametrize("address", [None, "tcp://10.0.0.1:8786"])
+def test_a_session_whose_cluster_has_ended_exits_at_once(program, run, folder, address):
+    place = recorded(folder)
+    for file, content, why in (
         (scheduler_file(0), '{"closed": "idle for 5 s"}', "its cluster has ended: idle for 5 s"),
         (board_file(1), "{}", "another scheduler replaces its scheduler"),
         (RECORD_FILE, '{"id": "fedcba9876543210"}', "another cluster has the name of its cluster"),
-    ],
-)
-@pytest.mark.parametrize("address", [None, "tcp://10.0.0.1:8786"])
-def test_a_session_whose_cluster_has_ended_exits_at_once(program, run, folder, file, content, why, address):
-    place = recorded(folder)
-    (folder / file).write_text(content)
-    plan = plan_worker(read(), place, "mine-0", address)
-    done = run(plan)
-    assert (done.returncode, done.stdout) == (0, f"dask worker not started: {why}\n")
-    assert not plan.log.exists()
-    assert [*(folder / STARTED_FOLDER).iterdir()] == [*(folder / SESSIONS_FOLDER).iterdir()] == []
-
-
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"closed": null, "id": null}', "[" * 100_000])
-def test_a_session_runs_if_files_do_not_prove_that_its_cluster_has_ended(program, run, folder, content):
-    place = recorded(folder)
-    for file in scheduler_file(0), RECORD_FILE:
+    ):
         (folder / file).write_text(content)
+        plan = plan_worker(read(), place, "mine-0", address)
+        done = run(plan)
+        assert (done.returncode, done.stdout) == (0, f"dask worker not started: {why}\n")
+        assert not plan.log.exists()
+        assert [*(folder / STARTED_FOLDER).iterdir()] == [*(folder / SESSIONS_FOLDER).iterdir()] == []
+        (folder / file).unlink()
+
+
+def test_a_session_runs_if_files_do_not_prove_that_its_cluster_has_ended(program, run, folder):
+    place = recorded(folder)
     (folder / board_file(0)).touch()
-    plan = plan_worker(read(), place, "mine-0", None)
-    assert run(plan).returncode == 0
-    # The session was queued for long: its scheduler need not start any more.
-    assert values(arguments(plan), "--death-timeout")[-1] == str(read().worker_timeout)
+    for n, content in enumerate(["", "{", "[]", '{"closed": null, "id": null}', "[" * 100_000]):
+        for file in scheduler_file(0), RECORD_FILE:
+            (folder / file).write_text(content)
+        plan = plan_worker(read(), place, f"mine-{n}", None)
+        assert run(plan).returncode == 0
+        # The session was queued for long: its scheduler need not start any more.
+        assert values(arguments(plan), "--death-timeout")[-1] == str(read().worker_timeout)
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 @pytest.mark.parametrize(
     ("file", "content"), [(scheduler_file(0), '{"closed": "idle for 5 s"}'), (board_file(1), "{}")]
 )
@@ -332,7 +316,6 @@ def test_a_worker_that_waits_for_its_scheduler_ends_with_the_cluster(program, ru
     assert ENDED.search(done.stderr)
 
 
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
     log = folder / LOGS_FOLDER / "mine-0.log"
     log.symlink_to("/dev/full")  # every write fails for lack of space
@@ -352,7 +335,7 @@ def entries(folder):
     return sorted(path.name for path in (folder / SESSIONS_FOLDER).iterdir())
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
+@with_nasty_names
 def test_of_two_sessions_with_one_name_the_second_ends_at_once(program, run, folder):
     plan = plan_worker(read(), recorded(folder), "mine-0", "tcp://10.0.0.1:8786")
     assert run(plan, CDSW_ENGINE_ID="first", CDSW_MASTER_ID="owner").stdout == ""
@@ -364,8 +347,6 @@ def test_of_two_sessions_with_one_name_the_second_ends_at_once(program, run, fol
     assert [name.split(",")[0] for name in entries(folder)] == ["first"]
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_session_whose_cluster_was_deleted_ends_at_once(program, run, folder):
     program("1 / 0")
     for place in folder, folder / "removed":
@@ -374,8 +355,6 @@ def test_a_session_whose_cluster_was_deleted_ends_at_once(program, run, folder):
     assert [*folder.glob("*.log")] == []
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_session_that_its_launcher_did_not_enter_into_the_record_enters_itself(program, run, folder):
     options, place = read(cpu=4, memory=16), recorded(folder)
     session = {"CDSW_ENGINE_ID": "abcdefgh12345678", "CDSW_MASTER_ID": "ijklmnop12345678"}
@@ -392,8 +371,6 @@ def test_a_session_that_its_launcher_did_not_enter_into_the_record_enters_itself
     assert known in entries(folder)
 
 
-@pytest.mark.parametrize("run", ["python"], indirect=True)
-@pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_session_runs_though_the_record_cannot_be_written(program, run, folder):
     place = recorded(folder)
     (folder / STARTED_FOLDER).rmdir()
@@ -413,28 +390,27 @@ def argv(plan):
     return ast.literal_eval(session)["command"]
 
 
-@pytest.mark.parametrize(
-    ("options", "nthreads", "memory"),
-    [
-        ({"cpu": 4, "memory": 16, "memory_reserve": 0}, 4, 16 * 2**30),
-        ({"cpu": 4, "memory": 16, "memory_reserve": 0, "processes": 4}, 1, 4 * 2**30),
-        ({"cpu": 4, "memory": 16, "memory_reserve": 0, "processes": 2}, 2, 8 * 2**30),
-        ({"cpu": 2, "memory": 1, "memory_reserve": 0, "nthreads": 9, "processes": 3}, 3, 2**30 // 3),
-    ],
-)
-def test_processes_share_threads_and_memory_evenly(tmp_path, options, nthreads, memory):
-    command = argv(plan_worker(read(**options), Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
-    assert values(command, "--nworkers") == [str(options.get("processes", 1))]
-    assert values(command, "--nthreads") == [str(nthreads)]
-    assert values(command, "--memory-limit") == [str(memory)]
+def test_processes_share_threads_and_memory_evenly(tmp_path):
+    for options, nthreads, memory in (
+        ({"cpu": 4, "memory": 16}, 4, 16 * 2**30),
+        ({"cpu": 4, "memory": 16, "processes": 4}, 1, 4 * 2**30),
+        ({"cpu": 4, "memory": 16, "processes": 2}, 2, 8 * 2**30),
+        ({"cpu": 2, "memory": 1, "nthreads": 9, "processes": 3}, 3, 2**30 // 3),
+    ):
+        plan = plan_worker(
+            read(**options, memory_reserve=0), Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"
+        )
+        assert values(argv(plan), "--nworkers") == [str(options.get("processes", 1))]
+        assert values(argv(plan), "--nthreads") == [str(nthreads)]
+        assert values(argv(plan), "--memory-limit") == [str(memory)]
 
 
-@pytest.mark.parametrize("amount", [1, 123456789, 2**53 + 2, 1e22, 0.1])
-def test_a_task_that_asks_for_a_whole_share_fits(tmp_path, amount):
-    options = read(processes=3, resources={"MEM": amount})
-    command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
-    [share] = values(command, "--resources")
-    assert float(share.removeprefix("MEM=")) == amount / 3
+def test_a_task_that_asks_for_a_whole_share_fits(tmp_path):
+    for amount in 1, 123456789, 2**53 + 2, 1e22, 0.1:
+        options = read(processes=3, resources={"MEM": amount})
+        command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
+        [share] = values(command, "--resources")
+        assert float(share.removeprefix("MEM=")) == amount / 3
 
 
 def test_dask_cuda_gets_the_arguments_that_it_takes(tmp_path):
@@ -489,15 +465,16 @@ def test_a_scheduler_without_a_record_writes_the_file_that_its_workers_read(tmp_
     assert not {FOLDER, NUMBER} & plan.env.keys()
 
 
-@pytest.mark.parametrize("configured", ["theirs", ["theirs"]])
-def test_preload_modules_of_the_configuration_are_kept(tmp_path, configured):
-    parts = ("scheduler", "worker", "nanny")
-    with dask.config.set({f"distributed.{part}.preload": configured for part in parts}):
-        scheduler = plan_scheduler(read(), recorded(tmp_path), "0.0.0.0", 8786)
-        worker = plan_worker(read(), recorded(tmp_path), "mine-0", None)
-    assert values(argv(scheduler), "--preload") == [PRELOAD, "theirs"]
-    assert values(argv(worker), "--preload") == ["dask_cml.worker.process", "theirs"]
-    assert values(argv(worker), "--preload-nanny") == ["dask_cml.worker.process", "theirs"]
+def test_preload_modules_of_the_configuration_are_kept(tmp_path):
+    for configured in "theirs", ["theirs"]:
+        with dask.config.set(
+            {f"distributed.{part}.preload": configured for part in ("scheduler", "worker", "nanny")}
+        ):
+            scheduler = plan_scheduler(read(), recorded(tmp_path), "0.0.0.0", 8786)
+            worker = plan_worker(read(), recorded(tmp_path), "mine-0", None)
+        assert values(argv(scheduler), "--preload") == [PRELOAD, "theirs"]
+        assert values(argv(worker), "--preload") == ["dask_cml.worker.process", "theirs"]
+        assert values(argv(worker), "--preload-nanny") == ["dask_cml.worker.process", "theirs"]
 
 
 def test_the_users_environment_goes_over_our_own(tmp_path):
@@ -515,17 +492,20 @@ def test_dask_names_clients_in_a_session_by_the_sessions_cluster(tmp_path):
     assert CLIENT_NAME not in plan_worker(read(), Place(tmp_path), "mine-0", None).env
 
 
-@pytest.mark.parametrize("plan_session", [
-    lambda options, place: plan_worker(options, place, "mine-0", None),
-    lambda options, place: plan_scheduler(options, place, "0.0.0.0", 8786),
-], ids=["worker", "scheduler"])  # fmt: skip
-def test_a_variable_for_spark_holds_no_session_back(tmp_path, monkeypatch, plan_session):
+def test_a_variable_for_spark_holds_no_session_back(tmp_path, monkeypatch):
     name = "ENV_DISABLE_GANG_SCHEDULER"
+
+    def found(**options):
+        place = Place(tmp_path)
+        worker = plan_worker(read(**options), place, "mine-0", None)
+        scheduler = plan_scheduler(read(**options), place, "0.0.0.0", 8786)
+        return worker.env.get(name), scheduler.env.get(name)
+
     monkeypatch.delenv("ENV_GANG_MIN_MEMBER", raising=False)
-    assert name not in plan_session(read(), Place(tmp_path)).env
+    assert found() == (None, None)
     monkeypatch.setenv("ENV_GANG_MIN_MEMBER", "3")
-    assert plan_session(read(), Place(tmp_path)).env[name] == "true"
-    assert plan_session(read(env={name: "false"}), Place(tmp_path)).env[name] == "false"
+    assert found() == ("true", "true")
+    assert found(env={name: "false"}) == ("false", "false")
 
 
 def test_a_plan_as_text_shows_size_code_and_names_of_variables(tmp_path):
