@@ -106,7 +106,7 @@ for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_signum, _handler)
 
 # It does not import beside the newest distributed, so it is installed where an older one is tested.
-_CTL = ["test_dask_ctl.py", "promises/test_dask_ctl.py"]
+_CTL = ["promises/test_dask_ctl.py"]
 collect_ignore = [] if importlib.util.find_spec("dask_ctl") else _CTL
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")

@@ -94,6 +94,7 @@ def test_ctrl_c_while_a_cluster_starts_stops_all_its_sessions(locally, until):
     assert run_json("list") == []
 
 
+@pytest.mark.slow
 def test_flags_override_a_file_of_options(locally, tmp_path, monkeypatch):
     file = tmp_path / "night.yaml"
     file.write_text("cml:\n  name: night\n  n-workers: 0\n  env: {A: '1'}\n  idle-timeout: 2 hours\n")

@@ -89,6 +89,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_functions_of_dask_ctl(platform, spec, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(CODE.format(spec=spec))

@@ -17,26 +17,11 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLError
 
 
-def fill(it):
-    """Let the disk be full: no process can create a file. Return a function that makes room."""
+def fill(it, where=""):
+    """Let the disk be full for new files, of these folders alone. Return a function that makes room."""
 
     def refuse(path, flags, *arguments, **options):
-        if flags & os.O_CREAT and current() is not None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return opens(path, flags, *arguments, **options)
-
-    def make_room():
-        it.files.open = opens
-
-    opens, it.files.open = it.files.open, refuse
-    return make_room
-
-
-def fill_entries(it):
-    """Let the disk be full for the entries of sessions. Return a function that makes room."""
-
-    def refuse(path, flags, *arguments, **options):
-        if flags & os.O_CREAT and current() is not None and "/sessions/" in str(path):
+        if flags & os.O_CREAT and current() is not None and where in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return opens(path, flags, *arguments, **options)
 
@@ -74,6 +59,7 @@ def become_stale(it):
 
 
 @pytest.mark.parametrize(("fail", "seconds"), [(become_stale, 3.0), (fill, 60.0)])
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_was_shut_down_stays_so_although_its_file_is_not_written(it, fail, seconds):
     async with simulate(name="lab", security=True, n_workers=1) as cluster:
@@ -88,9 +74,10 @@ async def test_a_cluster_that_was_shut_down_stays_so_although_its_file_is_not_wr
         assert not it.platform.live_sessions
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_scheduler_is_listed_and_stopped_although_a_full_disk_kept_it_from_the_record(it):
-    make_room = fill_entries(it)
+    make_room = fill(it, "/sessions/")
     creator = await create_elsewhere(it, name="night", security=True, shutdown_on_close=False, n_workers=1)
     make_room()
     creator.kill()
@@ -104,6 +91,7 @@ async def test_a_scheduler_is_listed_and_stopped_although_a_full_disk_kept_it_fr
     assert [session.key for session in it.platform.live_sessions if not session.stop_requested] == []
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_process_creates_a_cluster_anew_that_it_has_left_and_that_is_over(it):
     async with simulate(name="night", security=True, shutdown_on_close=False, n_workers=1) as cluster:
@@ -129,6 +117,7 @@ async def test_a_stop_that_cml_refuses_leaves_one_session_in_the_record_and_not_
     assert it.platform.live == []
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_manages_itself_ends_when_it_is_idle_although_the_disk_is_full(it):
     creator = await create_elsewhere(
@@ -142,6 +131,7 @@ async def test_a_cluster_that_manages_itself_ends_when_it_is_idle_although_the_d
     assert await shell_json("list") == []
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_shutdown_succeeds_although_the_file_system_removes_thousands_of_files_slowly(it):
     def remove_slowly(path, **options):
@@ -157,20 +147,17 @@ async def test_a_shutdown_succeeds_although_the_file_system_removes_thousands_of
     assert await shell_json("list") == []
 
 
-@simulated
-async def test_a_shutdown_names_the_sessions_that_may_still_run_although_the_file_system_hangs(it):
+async def shut_down_while_files_hang(it, shut_down, pause=0.0):
+    """Let the files hang for a process while it calls a function with its cluster."""
+
     async def use():
         async with simulate(name="night", security=True, n_workers=2) as cluster:
             await eventually(lambda: arrived(cluster) == 2)
-            kept = it.platform.running["night-1"]
-            it.platform.denied[kept] = 403
             is_ready.set()
             await hangs.wait()
             try:
-                with pytest.raises(CMLError, match=f"CML did not stop {kept}, which may still run"):
-                    await cluster.shutdown()
+                await shut_down(cluster)
             finally:
-                it.platform.heal()
                 is_shut_down.set()
 
     is_ready, hangs, is_shut_down = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -178,6 +165,8 @@ async def test_a_shutdown_names_the_sessions_that_may_still_run_although_the_fil
     using = user.start(use())
     await is_ready.wait()
     heal = hang(it, user, is_shut_down)
+    if pause:
+        it.process_of("night-scheduler").pause(pause)
     hangs.set()
     await is_shut_down.wait()
     await using
@@ -185,31 +174,29 @@ async def test_a_shutdown_names_the_sessions_that_may_still_run_although_the_fil
     assert it.platform.live == []
 
 
-@pytest.mark.parametrize("scheduler", ["answers", "is frozen"])
+@pytest.mark.slow
 @simulated
-async def test_a_shutdown_stops_all_sessions_although_the_file_system_hangs(it, scheduler):
-    async def use():
-        async with simulate(name="night", security=True, n_workers=2) as cluster:
-            await eventually(lambda: arrived(cluster) == 2)
-            is_ready.set()
-            await hangs.wait()
-            began = time.monotonic()
-            with pytest.raises(
-                CMLError, match=r"sessions of cluster 'night' are stopped.* `dask cml delete night`"
-            ):
-                await cluster.shutdown()
-            assert it.platform.live == []
-            assert time.monotonic() - began < 60.0
-            is_shut_down.set()
+async def test_a_shutdown_names_the_sessions_that_may_still_run_although_the_file_system_hangs(it):
+    async def shut_down(cluster):
+        kept = it.platform.running["night-1"]
+        it.platform.denied[kept] = 403
+        with pytest.raises(CMLError, match=f"CML did not stop {kept}, which may still run"):
+            await cluster.shutdown()
+        it.platform.heal()
 
-    is_ready, hangs, is_shut_down = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    user = it.process("user", NOTEBOOK)
-    using = user.start(use())
-    await is_ready.wait()
-    heal = hang(it, user, is_shut_down)
-    if scheduler == "is frozen":
-        it.process_of("night-scheduler").pause(600)
-    hangs.set()
-    await is_shut_down.wait()
-    await using
-    heal()
+    await shut_down_while_files_hang(it, shut_down)
+
+
+@pytest.mark.parametrize("pause", [0.0, 600.0], ids=["answers", "is frozen"])
+@pytest.mark.slow
+@simulated
+async def test_a_shutdown_stops_all_sessions_although_the_file_system_hangs(it, pause):
+    async def shut_down(cluster):
+        began = time.monotonic()
+        words = r"sessions of cluster 'night' are stopped.* `dask cml delete night`"
+        with pytest.raises(CMLError, match=words):
+            await cluster.shutdown()
+        assert it.platform.live == []
+        assert time.monotonic() - began < 60.0
+
+    await shut_down_while_files_hang(it, shut_down, pause)

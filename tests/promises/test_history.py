@@ -119,6 +119,7 @@ async def test_usage_counts_ended_and_lost_sessions_of_each_group_and_works_afte
     assert total.split()[:2] == ["total", "4"]
 
 
+@pytest.mark.slow
 @simulated
 async def test_queued_sessions_cost_nothing(it):
     async with simulate(**LAB) as cluster:
@@ -130,6 +131,7 @@ async def test_queued_sessions_cost_nothing(it):
         assert "1 queued" in await shell("list")
 
 
+@pytest.mark.slow
 @simulated
 async def test_another_process_and_info_show_the_same_usage(it):
     async with simulate(**LAB, n_workers=1) as cluster, rebuild("lab") as other:

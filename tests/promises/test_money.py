@@ -62,6 +62,7 @@ async def restart(client: Client, name: str) -> None:
 
 
 @pytest.mark.parametrize("end", [retire, close, let_its_lifetime_end, restart])
+@pytest.mark.slow
 @simulated
 async def test_workers_that_the_user_ends_are_replaced_and_are_no_failures(it, end):
     async with simulate(name="lab", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
@@ -108,6 +109,7 @@ async def test_a_manager_that_follows_launches_nothing_after_the_last_one_gave_u
 
 
 @pytest.mark.parametrize("keeper_ends", [False, True])
+@pytest.mark.slow
 @simulated
 async def test_another_scheduler_launches_nothing_after_the_cluster_gave_up(it, keeper_ends):
     creator = await create_elsewhere(it, name="lab")
@@ -127,6 +129,7 @@ async def test_another_scheduler_launches_nothing_after_the_cluster_gave_up(it, 
         await eventually(lambda: arrived(cluster) == 1, 300)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_gave_up_launches_nothing_when_it_is_left_alone(it):
     async with simulate(name="lab", security=True, shutdown_on_close=False) as cluster:
@@ -154,6 +157,7 @@ async def manage(it: World, env: dict[str, str], seconds: float) -> None:
 
 
 @pytest.mark.parametrize("env", [NOTEBOOK, ELSEWHERE])
+@pytest.mark.slow
 @simulated
 async def test_a_queued_session_keeps_its_place_whoever_manages_the_cluster(it, env):
     options = {"worker_timeout": 20, "pending_timeout": 60}
@@ -176,6 +180,7 @@ async def test_a_queued_session_keeps_its_place_whoever_manages_the_cluster(it, 
 
 
 @pytest.mark.parametrize("env", [NOTEBOOK, ELSEWHERE])
+@pytest.mark.slow
 @simulated
 async def test_a_session_that_never_connects_is_replaced_although_the_managers_change(it, env):
     it.platform.doom("silent", key="-0")
@@ -206,6 +211,7 @@ class Until(Mishap):
         return action()
 
 
+@pytest.mark.slow
 @simulated
 async def test_launches_that_hang_are_repeated_once_for_each_worker(it):
     async with simulate(name="lab") as cluster:
