@@ -515,7 +515,7 @@ def test_a_plan_as_text_shows_size_code_and_names_of_variables(tmp_path):
     text = str(plan)
     assert text.startswith("# mine-0: cpu=4 memory=16 nvidia_gpu=0\n")
     assert "# env TOKEN=(hidden)\n" in text
-    assert "# env PYTHONUNBUFFERED='1'\n" in text
+    assert "# env PYTHONUNBUFFERED=(hidden)\n" in text
     assert text.endswith(plan.code)
     compile(text, "session", "exec")
     assert "s3cr3t" not in f"{plan} {plan!r} {options!r}"
