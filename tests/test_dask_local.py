@@ -55,15 +55,6 @@ def test_its_client_shares_its_event_loop_and_its_keys(cluster):
 
 
 @pytest.mark.slow
-def test_get_client_returns_the_present_client_of_the_cluster(cluster):
-    with cluster.get_client() as first:
-        assert first.cluster is cluster
-        assert cluster.get_client() is first
-        with Client(cluster) as second:
-            assert cluster.get_client() is second is not first
-
-
-@pytest.mark.slow
 def test_the_widget_runs_in_the_clusters_loop(cluster):
     ipywidgets = pytest.importorskip("ipywidgets")
 
@@ -135,19 +126,3 @@ async def test_what_the_cluster_says_of_itself_reaches_the_scheduler(it):
         await eventually(lambda: known().get("name") == "mine")
         cluster._cluster_info["foo"] = "bar"
         await eventually(lambda: known().get("foo") == "bar")
-
-
-class Fixed(CMLCluster):
-    """A cluster that scales down by `scale` only."""
-
-    async def scale_down(self, workers):
-        raise NotImplementedError
-
-
-@simulated
-async def test_scale_does_not_need_scale_down(it):
-    async with simulate(Fixed) as cluster:
-        await cluster.scale(2)
-        await eventually(lambda: arrived(cluster) == 2)
-        await cluster.scale(1)
-        await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)

@@ -474,13 +474,6 @@ async def test_the_widget_shows_the_mode_and_the_workers(it):
 # -- start and end
 
 
-@simulated
-async def test_with_needs_async_in_an_event_loop(it):
-    async with simulate() as cluster:
-        with pytest.raises(TypeError, match="please use 'async with'"), cluster:
-            pass
-
-
 # -- what is overridden
 
 

@@ -7,12 +7,11 @@ imports this module, and one runs it.
 
 from __future__ import annotations
 
-import json
 import operator
 
 import dask
 import pytest
-from distributed import Client, LocalCluster, as_completed, get_client, rejoin, secede
+from distributed import Client, LocalCluster
 
 from dask_cml import CMLCluster
 
@@ -27,18 +26,6 @@ def arrays(client, folder):
     y = x + x.T
     _, singular, _ = da.linalg.svd_compressed(x.astype(float), k=2, seed=1)
     return {"mean": y[::2, 500:].mean(axis=1).compute()[:5], "svd": singular.compute()}
-
-
-def bags(client, folder):
-    """dask-examples, bag.ipynb."""
-    import dask.bag as db
-
-    people = [{"age": n % 90, "name": [f"N{n}", "Smith"], "job": f"J{n**2 % 7}"} for n in range(2_000)]
-    db.from_sequence(people, npartitions=4).map(json.dumps).to_textfiles(str(folder / "*.json"))
-    records = db.read_text(str(folder / "*.json")).map(json.loads)
-    jobs = records.filter(lambda person: person["age"] > 30).pluck("job").frequencies().compute()
-    flat = records.map(lambda person: {"age": person["age"], "job": person["job"]}).to_dataframe()
-    return {**dict(jobs), "mean": flat.groupby("job").age.mean().compute().sort_index().to_numpy()}
 
 
 def dataframes(client, folder):
@@ -67,32 +54,6 @@ def futures(client, folder):
         parts = [client.submit(operator.add, *parts[:2]), *parts[2:]]
     failed = client.submit(operator.truediv, 1, 0)
     return {"sum": parts[0].result(), "failed": isinstance(failed.exception(), ZeroDivisionError)}
-
-
-def evolving(client, folder):
-    """dask-examples, applications/evolving-workflows.ipynb."""
-    lists = client.map(lambda n: list(range(n)), range(1, 8))
-    lengths = dict(zip(client.map(len, lists), lists, strict=True))
-    arriving = as_completed(lengths)
-    total = 0
-    for future in arriving:
-        if future in lengths:
-            items = [
-                client.submit(operator.getitem, lengths[future], i, priority=1)
-                for i in range(future.result())
-            ]
-            arriving.update(client.map(lambda item: item + 1, items, pure=False))
-        else:
-            total += future.result()
-
-    def submit(n):
-        tasks = get_client().map(operator.neg, range(n))
-        secede()
-        results = get_client().gather(tasks)
-        rejoin()
-        return sum(results)
-
-    return {"total": total, "from tasks": client.gather(client.map(submit, range(1, 8)))}
 
 
 def grid_search(client, folder):
@@ -139,8 +100,8 @@ def actors(client, folder):
     return {"n": counter.n, "next": counter.add(1).result()}
 
 
-WORKLOADS = [arrays, bags, dataframes, futures, evolving, grid_search, boosting, actors]
-IMAGES = (bags, dataframes, grid_search)
+WORKLOADS = [arrays, dataframes, futures, grid_search, boosting, actors]
+IMAGES = (dataframes, grid_search)
 
 
 @pytest.fixture(scope="module")
