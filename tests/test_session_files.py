@@ -6,7 +6,6 @@ import itertools
 import os
 from dataclasses import replace
 
-import pytest
 from clusters import LAUNCHED, WANTED, arrived, end, folder_of, launch, new_record, simulate
 from simulated.testing import eventually, simulated
 
@@ -26,80 +25,68 @@ def names_in(folder):
     return sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize("cluster", ["mine", "雲" * 66, "a,b%2C @", "scheduler", "@"])
-def test_a_files_name_describes_its_session(cluster):
+def test_a_files_name_describes_its_session():
     keys = ["{}-0", "scheduler", "{}-gpu,x-1", "@-0", "another 雲-0", "{}"]
     sizes = [None, SessionSize(4, 16, 1), SessionSize(1 / 3, 1e22)]
-    for key, owner, size in itertools.product(keys, [None, "ijklmnop12345678"], sizes):
-        session = Launch("abcdefgh12345678", key.format(cluster), owner, 1790000000, size)
+    clusters = ["mine", "雲" * 66, "a,b%2C @{id}", "{owner}", "scheduler", "@"]
+    owners = [None, "ijklmnop12345678"]
+    for cluster, key, owner, size in itertools.product(clusters, keys, owners, sizes):
+        session = Launch("abcdefgh12345678", key.format(cluster), owner, LAUNCHED, size)
         name = file_name(session, cluster)
         assert len(name.encode()) < 200
         assert parse(name, cluster) == session
+        # The wrapper, which has only the standard library, fills in the form by itself.
+        made = form(session.key, cluster, size, "default")
+        made = made.format(id=session.id, owner=owner or "", launched=LAUNCHED)
+        assert replace(parse(made, cluster), group=None) == session
 
 
-@pytest.mark.parametrize("name", ["mine", "a,b%2C @{id}", "{owner}"])
-def test_a_session_fills_in_the_form_of_its_file_by_itself(name):
-    """As the wrapper does, which has only the standard library."""
-    size = SessionSize(1, 2)
-    made = form(f"{name}-0", name, size, "default").format(id="abcdefgh12345678", owner="", launched=LAUNCHED)
-    assert parse(made, name) == Launch("abcdefgh12345678", f"{name}-0", None, LAUNCHED, size)
+STRAY = [
+    "notes.txt",
+    ",@-0,,1790000000,,",
+    "abc,@-0,,1790000000,,",
+    "a b c d,@-0,,1790000000,,",
+    "abcdefgh,,,1790000000,,",
+    "abcdefgh,@-0,no owner,1790000000,,",
+    "abcdefgh,@-0,,,,",
+    "abcdefgh,@-0,,0,,",
+    "abcdefgh,@-0,,1.5,,",
+    "abcdefgh,@-0,,99999999999999,,",
+    "abcdefgh,@-0,,\u0661,,",
+    "abcdefgh,@-0,,1790000000",
+    "abcdefgh,@-0,,1790000000,more,",
+    "abcdefgh,@-0,,1790000000,1x2,",
+    "abcdefgh,@-0,,1790000000,1.0x2x0,",
+    "abcdefgh,@-0,,1790000000,1e999x2x0,",
+    "abcdefgh,@-0,,1790000000,-x2x0,",
+    "abcdefgh,@-0,,1790000000,1x2x0,1790000000,1790000060",
+    "abcdefgh,@-0,,1790000000,1x2x0,1790000000,0,",
+    "abcdefgh,a-0,,1790000000,,",
+    "abcdefgh,..%2F..%2Fetc,,1790000000,,",
+    "abcdefgh,%00,,1790000000,,",
+    "abcdefgh,%0A,,1790000000,,",
+    "abcdefgh,%2d,,1790000000,,",
+    "abcdefgh,%FF,,1790000000,,",
+    "abcdefgh,\udcff,,1790000000,,",
+    "abcdefgh,@-0,,1790000000,,default",
+    "abcdefgh,@-gpu-0,,1790000000,,gpu",
+    "abcdefgh,@-0,,1790000000,,0",
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "notes.txt",
-        ",@-0,,1790000000,,",
-        "abc,@-0,,1790000000,,",
-        "a b c d,@-0,,1790000000,,",
-        "abcdefgh,,,1790000000,,",
-        "abcdefgh,@-0,no owner,1790000000,,",
-        "abcdefgh,@-0,,,,",
-        "abcdefgh,@-0,,0,,",
-        "abcdefgh,@-0,,1.5,,",
-        "abcdefgh,@-0,,99999999999999,,",
-        "abcdefgh,@-0,,\u0661,,",
-        "abcdefgh,@-0,,1790000000",
-        "abcdefgh,@-0,,1790000000,more,",
-        "abcdefgh,@-0,,1790000000,1x2,",
-        "abcdefgh,@-0,,1790000000,1.0x2x0,",
-        "abcdefgh,@-0,,1790000000,1e999x2x0,",
-        "abcdefgh,@-0,,1790000000,-x2x0,",
-        "abcdefgh,@-0,,1790000000,1x2x0,1790000000,1790000060",
-        "abcdefgh,@-0,,1790000000,1x2x0,1790000000,0,",
-        "abcdefgh,a-0,,1790000000,,",
-        "abcdefgh,..%2F..%2Fetc,,1790000000,,",
-        "abcdefgh,%00,,1790000000,,",
-        "abcdefgh,%0A,,1790000000,,",
-        "abcdefgh,%2d,,1790000000,,",
-        "abcdefgh,%FF,,1790000000,,",
-        "abcdefgh,\udcff,,1790000000,,",
-        "abcdefgh,@-0,,1790000000,,default",
-        "abcdefgh,@-gpu-0,,1790000000,,gpu",
-        "abcdefgh,@-0,,1790000000,,0",
-    ],
-)
-def test_a_stray_file_is_reported_once_and_ignored(state, caplog, name):
+def test_stray_files_are_reported_once_and_ignored(state, caplog):
     record = new_record("a")
     claim(record, WANTED)
     folder = record.folder / SESSIONS_FOLDER
     launch(record, "session-1")
-    (folder / name).touch()
-    (folder / ".nfs000000000001").touch()
+    for name in (*STRAY, ".nfs000000000001"):
+        (folder / name).touch()
     for _ in range(2):
         assert read("a").sessions == {"session-1": "a-0"}
-    [warning] = caplog.records
-    assert warning.getMessage().startswith(f"{name!a} in {folder} ignored")
-    warning.getMessage().encode()
+    warnings = sorted(warning.getMessage().partition(" in ")[0] for warning in caplog.records)
+    assert warnings == sorted(f"{name!a}" for name in STRAY)
+    assert all(f" in {folder} ignored" in warning.getMessage() for warning in caplog.records)
     assert remove(record) == {"session-1": "a-0"}
-
-
-def test_of_two_files_of_one_session_the_first_launch_counts(state):
-    record = new_record("a")
-    claim(record, WANTED)
-    launches = [Launch("session-1", "a-0", None, 1790000000 + i) for i in (1, 0)]
-    write_sessions(record, launches, [])
-    assert read("a").launches["session-1"].launched == 1790000000
 
 
 def test_files_say_when_a_session_started_and_ended(state):
@@ -127,15 +114,6 @@ def test_a_name_that_is_being_taken_starts_no_session(state):
     assert read("a").launches["session-1"].started is None
     taken.write_text("session-1")
     assert read("a").launches["session-1"].started == taken.stat().st_mtime
-
-
-def test_another_cluster_of_the_same_name_has_its_own_starts(state):
-    for at in LAUNCHED, LAUNCHED + 60:
-        record = new_record("a")
-        claim(record, WANTED)
-        launch(record, "session-1", began={"session-1": at})
-        assert read("a").launches["session-1"].started == at
-        remove(record)
 
 
 def test_an_ended_session_keeps_its_last_known_state(state):
@@ -183,16 +161,17 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
 
 
 def test_another_cluster_of_the_same_name_has_its_own_sessions(state):
-    first = new_record("a")
-    claim(first, WANTED)
-    launch(first, "session-1", "session-2")
-    end(first, "session-2")
-    assert read("a").sessions == {"session-1": "a-0"}
-    assert remove(first) == {"session-1": "a-0"}
-    second = new_record("a")
-    claim(second, WANTED)
-    launch(second, "session-3")
-    assert (read("a").sessions, read("a").ended) == ({"session-3": "a-0"}, {})
+    for session, at in {"session-1": LAUNCHED, "session-3": LAUNCHED + 60}.items():
+        record = new_record("a")
+        claim(record, WANTED)
+        launches = [Launch(session, "a-0", None, LAUNCHED + later) for later in (1, 0)]
+        write_sessions(record, launches, [])  # of two files of one session, the first launch counts
+        launch(record, session, "session-2", began={session: at})
+        assert read("a").launches[session].launched == LAUNCHED
+        assert read("a").launches[session].started == at
+        end(record, "session-2")
+        assert (read("a").sessions, [*read("a").ended]) == ({session: "a-0"}, ["session-2"])
+        assert remove(record) == {session: "a-0"}
 
 
 @simulated

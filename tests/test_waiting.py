@@ -14,7 +14,6 @@ from clusters import arrived, log_of, simulate, waits
 from distributed import Client
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
-from testbed import faults
 
 from dask_cml.sessions import session
 
@@ -107,20 +106,16 @@ async def test_the_reason_of_a_wait_is_reported_once_with_what_helps(it):
         await eventually(lambda: arrived(cluster) == 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
-async def test_unknown_and_stopping_sessions_have_not_ended(platform, holds, fault):
-    faults.inject(fault, seconds=2.0, match="A worker of")
-    async with clusters.make(n_workers=1) as cluster:
-        await holds(lambda: arrived(cluster) == 1)
-        assert "failed" not in log_of(cluster)
-        [session] = [session.id for session in cluster.sessions if session.role == "worker"]
-        assert len(platform.sessions()) == 2
-        if fault == "stopping":
-            platform.stop_workers(session)
-            await holds(lambda: f"Worker {cluster.name}-0 " in log_of(cluster))
-            # It has notice, if it is quick enough to tell its scheduler so.
-            assert re.search(r"-0 (evicted, with notice|lost: .*stopped); launching", log_of(cluster))
+@simulated
+async def test_unknown_and_stopping_sessions_have_not_ended(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        for status in "UNKNOWN", "STOPPING", "running":
+            it.platform.set(it.platform.live[-1], status)
+            await asyncio.sleep(60.0)
+            assert [*it.platform.running] == ["lab-scheduler", "lab-0"][: 2 if status == "running" else 1]
+            assert arrived(cluster) == 1
+            assert not clusters.lines_of(cluster)
 
 
 @simulated

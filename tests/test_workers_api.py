@@ -279,15 +279,6 @@ async def test_temporary_errors_are_retried(stub, api, function):
         assert stub.count(function) - before == 3, error
 
 
-async def test_a_stop_that_is_answered_with_503_is_retried(stub, api, left):
-    ids = await launch(api, 2)
-    stub.answer_stop(200, 503)
-    await api.stop(*ids)
-    assert stub.arguments("stop_workers") == [tuple(ids), *((session,) for session in ids)]
-    assert not left()
-    assert not api.live
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 async def test_a_request_fails_at_its_time_limit_with_the_last_error_as_the_cause(stub, api, function):
     for error in HTTPError(503), ConnectionError("broken"):
@@ -503,21 +494,15 @@ async def test_close_with_nothing_live_calls_nothing_and_nothing_is_launched_aft
     assert "next try" not in caplog.text
 
 
-async def test_close_does_not_stop_stopped_or_forgotten_sessions(stub, api, left):
-    stopped, forgotten = await launch(api, 2)
+async def test_close_stops_all_live_sessions_by_their_ids_and_may_be_called_again(stub, api, left):
+    stopped, forgotten, *ids = await launch(api, 5)
     await api.stop(stopped)
     api.forget(forgotten)
-    await api.close()
-    assert stub.arguments("stop_workers") == [(stopped,)]
-    assert left() == {forgotten}
-
-
-async def test_close_may_be_called_again_and_stops_all_live_sessions_by_their_ids(stub, api, left):
-    ids = await launch(api, 3)
     await asyncio.gather(api.close(), api.close())
     await api.close()
-    assert {tuple(sorted(call)) for call in stub.arguments("stop_workers")} == {tuple(sorted(ids))}
-    assert not left()
+    stops = [tuple(sorted(call)) for call in stub.arguments("stop_workers")]
+    assert {*stops} == {(stopped,), tuple(sorted(ids))}
+    assert left() == {forgotten}
     assert not api.live
 
 
@@ -554,20 +539,6 @@ async def test_a_launch_whose_task_is_cancelled_leaves_no_session(stub, api, lef
     await closing
     assert stub.count("launch_workers") == 1
     assert not left()
-
-
-async def test_a_launch_that_is_answered_after_the_end_stops_its_own_session(stub, left):
-    with dask.config.set({"cml.api.timeout": "10ms"}):
-        api = WorkersAPI(stub)
-    with stub.held("launch_workers"):
-        task = asyncio.create_task(launch(api))
-        await eventually(lambda: stub.under_way)
-        await asyncio.to_thread(api.end)
-        assert stub.count("stop_workers") == 0
-    await eventually(lambda: stub.count("stop_workers"))
-    await asyncio.wait([task])
-    assert not left()
-    assert not api.live
 
 
 @pytest.mark.parametrize("answer", [None, 403])
@@ -657,32 +628,6 @@ async def test_sessions_that_could_not_be_stopped_are_named_and_a_later_close_st
     stub.heal()
     await api.close()
     assert not left()
-
-
-async def test_sessions_of_launches_under_way_are_named_too(stub, api, left):
-    await launch(api)
-    stub.fail("stop_workers", *[HTTPError(403)] * 10)
-    with stub.held("launch_workers"):
-        launching = asyncio.create_task(launch(api))
-        await eventually(lambda: stub.under_way)
-        closing = asyncio.create_task(api.close())
-        await eventually(lambda: stub.count("stop_workers"))
-    _, error = await asyncio.gather(launching, closing, return_exceptions=True)
-    assert len(left()) == 2
-    assert all(session_id in str(error) for session_id in left())
-
-
-async def test_close_does_not_wait_for_an_api_that_does_not_answer(stub, left):
-    with dask.config.set({"cml.api.timeout": "2s", "cml.api.threads": 2}):
-        api = WorkersAPI(stub)
-    await launch(api, 2)
-    with stub.held("list_workers"), stub.held("launch_workers"):
-        tasks = [asyncio.create_task(api.sessions()), asyncio.create_task(launch(api))]
-        await eventually(lambda: stub.under_way == 2)
-        await api.close()
-        assert not left()
-    await asyncio.wait(tasks)
-    await eventually(lambda: stub.count("launch_workers") == 3 and not left())
 
 
 # -- calls that do not return
@@ -812,17 +757,6 @@ async def test_close_stops_all_sessions_but_those_whose_stop_hangs_and_names_the
     stub.never_stops.clear()
     await impatient.close()
     assert not left()
-
-
-async def test_a_stop_that_is_answered_late_has_stopped_all_of_its_sessions(stub, api, left):
-    ids = await launch(api, 3)
-    stub.never_stops.add(ids[1])
-    stopping = asyncio.create_task(api.stop(*ids))
-    await eventually(lambda: left() == {ids[1]})
-    assert {*api.live} == {*ids}
-    stub.never_stops.clear()
-    await stopping
-    assert left() == {*api.live} == set()
 
 
 async def test_a_stop_that_is_answered_while_its_repetition_fails_has_succeeded(stub, left, monkeypatch):

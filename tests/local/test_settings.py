@@ -4,7 +4,6 @@ import fcntl
 import os
 import pwd
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -79,22 +78,16 @@ def test_project_variables_are_in_every_session_and_env_overrides_them(platform,
     assert output_of(code, env={"B": "given"}) == "projectgiven"
 
 
-def test_session_ends_as_timedout_after_its_lifetime(platform, launch, reaches):
-    platform.configure(lifetime=0.1)
-    [session] = launch(code=FOREVER, env={"SECRET": "1"})
-    reaches(session, "timedout")
-    assert (state.folder_of(session["id"]) / "session.json").stat().st_mode & 0o077 == 0
-    assert Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]).stat().st_mode & 0o077 == 0
-
-
 def test_a_user_id_without_a_name_launches_sessions(platform, launch, reaches, monkeypatch, tmp_path):
     """As containers may have. The home folder is known by its variable alone."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # raises KeyError, as for an unknown id
-    [session] = launch(code=f"import os; assert os.environ['CDSW_CREATOR'] == '{os.getuid()}'")
+    code = f"import os; assert os.environ['CDSW_CREATOR'] == '{os.getuid()}'"
+    [session] = launch(code=code, env={"SECRET": "1"})
     reaches(session, "succeeded")
+    assert (state.folder_of(session["id"]) / "session.json").stat().st_mode & 0o077 == 0
 
 
 SOCKETS = """

@@ -24,8 +24,6 @@ class Settings:
         Seconds that each request takes: each launch of one session, each listing, each stop of one.
     stop_grace : float
         Seconds from the notice to SIGKILL when a session is stopped or evicted.
-    lifetime : float, optional
-        Seconds after which a running session ends as ``timedout``. None: never.
     memory_limit : bool
         Whether the kernel limits the memory of sessions, by cgroups.
     over_memory : {"session", "process"}
@@ -46,7 +44,6 @@ class Settings:
     start_delay: float = 0.0
     latency: float = 0.0
     stop_grace: float = 2.0
-    lifetime: float | None = None
     memory_limit: bool = False
     over_memory: str = "session"
     scratch: int | None = None

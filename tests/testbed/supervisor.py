@@ -59,9 +59,6 @@ class Supervisor(supervisor.Supervisor):
         self.session["reason"] = self.find_reason()
         if self.session["reason"]:
             return "failed"
-        running, lifetime = self.session.get("running_at"), self.session["lifetime"]
-        if running and lifetime is not None and time.time() > running + lifetime:
-            return "timedout"
         return super().find_end()
 
     def find_reason(self) -> str | None:
