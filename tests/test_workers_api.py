@@ -59,11 +59,25 @@ def stub():
 
 
 @pytest.fixture
-def api(stub):
-    api = WorkersAPI(stub)
-    yield api
+def make(stub):
+    """Make an API with other settings."""
+    made = []
+
+    def make(**settings):
+        keys = {f"cml.api.{name.replace('_', '-')}": value for name, value in settings.items()}
+        with dask.config.set(keys):
+            made.append(WorkersAPI(stub))
+        return made[-1]
+
+    yield make
     stub.heal()
-    api.end()
+    for api in made:
+        api.end()
+
+
+@pytest.fixture
+def api(make):
+    return make()
 
 
 @pytest.fixture
@@ -292,11 +306,10 @@ async def test_a_request_fails_at_its_time_limit_with_the_last_error_as_the_caus
         assert stub.count(function) - before == 1 + dask.config.get("cml.api.retries")
 
 
-async def test_the_pauses_grow(stub, monkeypatch):
+async def test_the_pauses_grow(stub, make, monkeypatch):
     monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.02)
     monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.08)
-    with dask.config.set({"cml.api.retries": 4}):
-        api = WorkersAPI(stub)
+    api = make(retries=4)
     stub.fail("list_workers", *[HTTPError(503)] * 4)
     await api.sessions()
     times = [call.at for call in stub.calls]
@@ -344,9 +357,8 @@ async def test_one_listing_serves_all_waiting_tasks_and_without_one_none_runs(st
     assert stub.count("list_workers") == 1
 
 
-async def test_listings_are_an_interval_apart(stub):
-    with dask.config.set({"cml.api.poll-interval": "50ms"}):
-        api = WorkersAPI(stub)
+async def test_listings_are_an_interval_apart(stub, make):
+    api = make(poll_interval="50ms")
     begin = time.monotonic()
     for _ in range(4):
         await api.sessions()
@@ -560,9 +572,8 @@ async def test_close_waits_for_launches_under_way_also_after_a_failed_stop(stub,
     await asyncio.wait([launching])
 
 
-async def test_launches_that_wait_for_their_turn_at_the_end_are_not_done(stub, left):
-    with dask.config.set({"cml.api.threads": 1}):
-        api = WorkersAPI(stub)
+async def test_launches_that_wait_for_their_turn_at_the_end_are_not_done(stub, make, left):
+    api = make(threads=1)
     await launch(api)
     with stub.held("launch_workers"):
         tasks = [asyncio.create_task(api.launch(plan("mine"))) for _ in range(5)]
@@ -633,43 +644,23 @@ async def test_sessions_that_could_not_be_stopped_are_named_and_a_later_close_st
 # -- calls that do not return
 
 
-@pytest.fixture
-def impatient(stub):
-    """An API with a short time limit, and one thread. What does not hang takes less on any machine."""
-    with dask.config.set({"cml.api.timeout": "2s", "cml.api.threads": 1}):
-        api = WorkersAPI(stub)
-    yield api
-    stub.heal()
-    api.end()
-
-
-@pytest.fixture
-def hasty(stub):
-    """An API with a time limit that is shorter than what all of it takes here and there."""
-    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.threads": 1}):
-        api = WorkersAPI(stub)
-    yield api
-    stub.heal()
-    api.end()
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
-async def test_a_call_that_hangs_is_abandoned_and_retried(stub, impatient, left, function):
-    await launch(impatient)
+async def test_a_call_that_hangs_is_abandoned_and_retried(stub, make, left, function):
+    api = make(timeout="2s", threads=1)
+    await launch(api)
     before = stub.count(function)
     with stub.hangs(function):
-        await do(impatient, function)
+        await do(api, function)
         assert stub.count(function) - before == 2
-        await launch(impatient)
-        await do(impatient, function)
+        await launch(api)
+        await do(api, function)
     await eventually(lambda: not stub.under_way)
-    await eventually(lambda: left() == {*impatient.live})
+    await eventually(lambda: left() == {*api.live})
 
 
-async def test_launches_that_hang_delay_no_stop_and_no_list(stub, left, monkeypatch):
+async def test_launches_that_hang_delay_no_stop_and_no_list(stub, make, left, monkeypatch):
     monkeypatch.setattr(calls, "_MOST_HANGING", 1)
-    with dask.config.set({"cml.api.threads": 1}):
-        api = WorkersAPI(stub)
+    api = make(threads=1)
     session_ids = await launch(api)
     with stub.held("launch_workers"):
         launching = asyncio.create_task(launch(api))
@@ -681,87 +672,84 @@ async def test_launches_that_hang_delay_no_stop_and_no_list(stub, left, monkeypa
     await api.close()
 
 
-async def test_a_call_that_hangs_for_ever_raises_an_error(stub, hasty):
-    words = r"did not list sessions in 4 tries, .*: no answer within 0.2 s"
-    with stub.hangs("list_workers", times=100), pytest.raises(CallFailed, match=words):
-        await hasty.sessions()
-    await eventually(lambda: not stub.under_way)
-
-
-async def test_the_number_of_hanging_calls_is_limited(stub, hasty, monkeypatch):
-    monkeypatch.setattr(calls, "_MOST_HANGING", 2)
+async def test_a_call_that_hangs_for_ever_raises_an_error_and_few_hang_at_once(stub, make, monkeypatch):
+    api = make(timeout="200ms", threads=1)
     with stub.hangs("list_workers", times=100):
-        with pytest.raises(CallFailed, match="2 earlier calls have not returned"):
-            await hasty.sessions()
-        assert stub.count("list_workers") == 2
+        words = r"did not list sessions in 4 tries, .*: no answer within 0.2 s"
+        with pytest.raises(CallFailed, match=words):
+            await api.sessions()
+        monkeypatch.setattr(calls, "_MOST_HANGING", 4)
+        with pytest.raises(CallFailed, match="4 earlier calls have not returned"):
+            await api.sessions()
+        assert stub.count("list_workers") == 4
     await eventually(lambda: not stub.under_way)
-    await hasty.sessions()
+    await api.sessions()
 
 
-async def test_a_launch_that_hangs_is_repeated_once_until_a_call_returns(stub, hasty, left):
-    with stub.hangs("launch_workers", times=100, after=True) as release:
+async def test_a_launch_that_hangs_is_repeated_once_until_it_returns(stub, make, left, monkeypatch):
+    api = make(timeout="200ms", threads=1)
+    with stub.hangs("launch_workers", times=3, after=True) as release:
         for _ in range(2):
             with pytest.raises(CallFailed, match="no answer within"):
-                await hasty.launch(plan("mine"))
+                await api.launch(plan("mine"))
         assert stub.count("launch_workers") == 2
-        launching = asyncio.create_task(hasty.launch(plan("mine")))
+        launching = asyncio.create_task(api.launch(plan("mine")))
         release()
         assert (await launching)["id"] in left()
     assert stub.count("launch_workers") == 2
-
-
-async def test_calls_that_hang_for_an_hour_are_lost(stub, hasty, monkeypatch):
     with stub.hangs("launch_workers", times=2):
         with pytest.raises(CallFailed, match="no answer within"):
-            await hasty.launch(plan("mine"))
+            await api.launch(plan("other"))
         monkeypatch.setattr(calls, "_LOST_AFTER", 0.0)
-        await hasty.launch(plan("mine"))
+        await api.launch(plan("other"))
     await eventually(lambda: not stub.under_way)
 
 
-async def test_a_launch_that_is_answered_late_leaves_its_session_to_the_cluster(stub, impatient, left):
+async def test_a_launch_that_is_answered_late_leaves_its_session_to_the_cluster(stub, make, left):
     """A scheduler may run in it."""
+    api = make(timeout="2s", threads=1)
     with stub.hangs("launch_workers", after=True) as release:
-        launching = asyncio.create_task(impatient.launch(plan("mine")))
+        launching = asyncio.create_task(api.launch(plan("mine")))
         await eventually(left)
         [first] = left()
         session = await launching
         assert session["id"] != first
-        assert {*impatient.live} == {session["id"]}
+        assert {*api.live} == {session["id"]}
         release()
-        await eventually(lambda: {*impatient.live} == {first, session["id"]})
+        await eventually(lambda: {*api.live} == {first, session["id"]})
     assert left() == {first, session["id"]}
-    await impatient.close()
+    await api.close()
     assert not left()
 
 
-async def test_a_launch_that_hangs_beyond_the_end_stops_its_session(stub, impatient, left):
+async def test_a_launch_that_hangs_beyond_the_end_stops_its_session(stub, make, left):
+    api = make(timeout="2s", threads=1)
     with stub.hangs("launch_workers", after=True):
-        launching = asyncio.create_task(impatient.launch(plan("mine")))
+        launching = asyncio.create_task(api.launch(plan("mine")))
         await eventually(left)
         [session_id] = left()
         stub.set(session_id, listed=False)
-        await impatient.close()
+        await api.close()
         assert left() == {session_id}
     await eventually(lambda: not left())
     with pytest.raises(CMLError):
         await launching
 
 
-async def test_close_stops_all_sessions_but_those_whose_stop_hangs_and_names_these(stub, impatient, left):
-    ids = await launch(impatient, 5)
+async def test_close_stops_all_sessions_but_those_whose_stop_hangs_and_names_these(stub, make, left):
+    api = make(timeout="2s", threads=1)
+    ids = await launch(api, 5)
     stub.never_stops.add(ids[2])
     with pytest.raises(CallFailed, match=rf"did not stop {ids[2]}, which may still run: no answer within"):
-        await impatient.close()
-    assert left() == {*impatient.live} == {ids[2]}
+        await api.close()
+    assert left() == {*api.live} == {ids[2]}
     stub.never_stops.clear()
-    await impatient.close()
+    await api.close()
     assert not left()
 
 
-async def test_a_stop_that_is_answered_while_its_repetition_fails_has_succeeded(stub, left, monkeypatch):
-    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 1}):
-        api = WorkersAPI(stub)
+async def test_a_stop_that_is_answered_while_its_repetition_fails_succeeds(stub, make, left, monkeypatch):
+    api = make(timeout="200ms", retries=1)
     ids = await launch(api, 2)
     stop_workers, repeated = stub.stop_workers, threading.Event()
 
@@ -781,9 +769,8 @@ async def test_a_stop_that_is_answered_while_its_repetition_fails_has_succeeded(
     assert api.problem is None
 
 
-async def test_a_hanging_stop_is_not_retried_beyond_the_time_limit_of_one_call(stub, left):
-    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 6}):
-        api = WorkersAPI(stub)
+async def test_a_hanging_stop_is_not_retried_beyond_the_time_limit_of_one_call(stub, make, left):
+    api = make(timeout="200ms", retries=6)
     ids = await launch(api, 3)
     with stub.hangs("stop_workers", times=100):
         with pytest.raises(CallFailed, match="may still run"):
@@ -868,9 +855,8 @@ async def test_no_call_runs_in_the_thread_of_the_event_loop(stub, api):
     assert threading.current_thread().name not in threads
 
 
-async def test_no_more_calls_are_under_way_than_threads_are_allowed(stub):
-    with dask.config.set({"cml.api.threads": 3}):
-        api = WorkersAPI(stub)
+async def test_no_more_calls_are_under_way_than_threads_are_allowed(stub, make):
+    api = make(threads=3)
     with stub.held("launch_workers"):
         launching = asyncio.create_task(launch(api, 12))
         await eventually(lambda: stub.under_way == 3)
