@@ -13,7 +13,6 @@ import os
 import secrets
 import shlex
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,34 +43,31 @@ class NotPrivate(CMLError, PermissionError):
         self.path, self.why, self.command = path, why, command
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, option: str | None = None) -> None:
     """Create a folder with mode 0700, and its parents. Check an existing folder.
+
+    Parameters
+    ----------
+    path : Path
+        The folder.
+    option : str, optional
+        The option that says where it is, for the error.
 
     Raises
     ------
     NotPrivate
         If the folder exists and is not private.
-    """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_folder(path)
-
-
-@contextlib.contextmanager
-def naming(option: str, folder: Path | str) -> Iterator[None]:
-    """Let an error from making the folder of an option name the option.
-
-    Raises
-    ------
-    ValueError
-        If the folder cannot be made.
+    ValueError, OSError
+        If it cannot be made. With an `option`, it is a ValueError.
     """
     try:
-        yield
-    except NotPrivate:  # which says what to do
-        raise
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
+        if option is None:
+            raise
         expected = f"a folder that can be made ({reason_of(error)})"
-        raise ValueError(message(option, str(folder), expected)) from None
+        raise ValueError(message(option, str(path), expected)) from None
+    check_folder(path)
 
 
 def check_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from schedulers import RECORD, prepare, scheduler_in
 from dask_cml.layout import scheduler_file
 from dask_cml.protocol import HELLO
 from dask_cml.records import liveness, operations
-from dask_cml.records.liveness import State, judge, look, silence
+from dask_cml.records.liveness import State, judge, silence
 from dask_cml.records.record import Maker, Present, SchedulerState
 
 GONE = Maker("elsewhere", 1, 1.0, "gone")
@@ -82,7 +82,7 @@ class Listing:
 
 
 async def is_alive(record, timeout=5):
-    return (await look([record], timeout))["a"].state is State.ALIVE
+    return (await judge([record], timeout))["a"].state is State.ALIVE
 
 
 async def found(record, listed="running", timeout=60):
@@ -129,7 +129,7 @@ async def test_a_scheduler_is_known_by_the_record_that_it_names(cluster, schedul
         assert (other.state, other.why) == (State.DEAD, f"another scheduler answers at {running.address}")
     assert not await is_alive(own, timeout=0.5)
     assert not await is_alive(cluster(None))
-    assert await look([], timeout=1) == {}
+    assert await judge([], timeout=1) == {}
 
 
 async def test_the_keys_of_a_scheduler_are_found_by_the_record(cluster, scheduler, keys, tmp_path):
@@ -164,7 +164,7 @@ async def test_a_program_that_accepts_connections_and_does_not_answer_may_be_the
 async def test_a_wrong_answer_is_a_problem_of_its_own_cluster_only(cluster, scheduler, answer):
     async with scheduler() as good, scheduler() as bad:
         bad.handlers[HELLO] = lambda: answer
-        findings = await look([cluster(bad.address), cluster(good.address, name="b")], timeout=60)
+        findings = await judge([cluster(bad.address), cluster(good.address, name="b")], timeout=60)
     assert (findings["a"].state, findings["b"].state) == (State.DEAD, State.ALIVE)
 
 
@@ -173,7 +173,7 @@ async def test_a_wrong_answer_is_a_problem_of_its_own_cluster_only(cluster, sche
 )
 async def test_an_invalid_address_is_a_problem_of_its_own_cluster_only(cluster, scheduler, address):
     async with scheduler() as good:
-        findings = await look([cluster(address), cluster(good.address, name="b")], timeout=5)
+        findings = await judge([cluster(address), cluster(good.address, name="b")], timeout=5)
     assert [findings[name].state for name in "ab"] == [State.UNKNOWN, State.ALIVE]
 
 
@@ -221,7 +221,7 @@ async def test_among_two_hundred_records_those_that_are_alive_are_found(cluster,
             all_records = [cluster(running.address, name=f"live-{i}") for i in range(100)]
             all_records += [cluster(stale[i % 2], name=f"stale-{i}") for i in range(100)]
             before = descriptors()
-            findings = await look(all_records, timeout=20)
+            findings = await judge(all_records, timeout=20)
             end = time.monotonic()
             alive = {name for name, finding in findings.items() if finding.state is State.ALIVE}
             assert alive == {f"live-{i}" for i in range(100)}

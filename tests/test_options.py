@@ -395,7 +395,7 @@ async def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_launch
     taken = tmp_path / "taken"
     taken.touch()
     for key, name in {"log-directory": "log_directory", "state-directory": "cml.state-directory"}.items():
-        words = f"invalid {name}='{taken}/below': expected a folder that can be made .*"
+        words = f"invalid {name}='{taken}/below(/.*)?': expected a folder that can be made .*"
         with dask.config.set({f"cml.{key}": str(taken / "below")}), pytest.raises(ValueError, match=words):
             await CMLCluster(platform="local", asynchronous=True)
     assert platform.list_workers() == []

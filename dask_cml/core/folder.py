@@ -9,7 +9,7 @@ from dask_cml.errors import ClusterExists
 from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options
 from dask_cml.options.limits import check_new
-from dask_cml.private_files import make_folder, naming
+from dask_cml.private_files import make_folder
 from dask_cml.sessions import tls
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.session_logs import log_folder
@@ -36,8 +36,7 @@ def fill_folder(options: Options, place: Place, keys: Mapping[Path, str]) -> Non
     check_new(options)  # only now it is known that no running cluster is to be connected to
     tls.write(keys)
     if options.log_directory is not None:
-        with naming("log_directory", options.log_directory):
-            log_folder(place.folder, options.log_directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(log_folder(place.folder, options.log_directory), "log_directory")
 
 
 def new_folder(folder: Path) -> None:
@@ -50,8 +49,7 @@ def new_folder(folder: Path) -> None:
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
-    with naming("cml.state-directory", folder.parent):
-        make_folder(folder.parent)
+    make_folder(folder.parent, "cml.state-directory")
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

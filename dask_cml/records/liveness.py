@@ -258,21 +258,6 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     return Finding(State.UNKNOWN, words or f"its scheduler at {address} has left no sign of life lately")
 
 
-async def look(records: Iterable[Record], timeout: float) -> dict[str, Finding]:
-    """Find out which clusters are alive, concurrently. The others may be dead; :func:`judge` finds more.
-
-    Parameters
-    ----------
-    records : iterable of Record
-        The records of the clusters.
-    timeout : float
-        Time limit for all schedulers together, in seconds.
-    """
-    records = [*records]
-    findings = await asyncio.gather(*(_look_at(record, timeout) for record in records))
-    return {record.name: finding for record, finding in zip(records, findings, strict=True)}
-
-
 async def _look_at(record: Record, timeout: float) -> Finding:
     address = record.scheduler.address
     if address is None or record.security is None:

@@ -69,7 +69,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
 
 
 async def wait_until_running(record: Record) -> Record:
-    """Wait until the scheduler of a cluster that another process creates answers, and return its record.
+    """Wait until the scheduler of a cluster that another process creates listens, and return its record.
 
     Parameters
     ----------
@@ -81,20 +81,13 @@ async def wait_until_running(record: Record) -> Record:
     NoSuchCluster
         If the cluster is deleted meanwhile.
     CMLError
-        If its scheduler does not answer in time, or its creator has ended before.
+        If its scheduler does not listen in time, or its creator has ended before.
     """
     name, delete = record.name, command("delete", record.name)
     timeout = record.start_timeout
     deadline = time.monotonic() + timeout
-    while True:
-        try:
-            record = await asyncio.to_thread(store.read_again, record)
-        except store.RecordUnreadable:  # for a moment, perhaps
-            if time.monotonic() > deadline:
-                raise
-        finding = (await liveness.look([record], timeout=5.0))[name]
-        if finding.state is State.ALIVE:
-            return record
+    while record.scheduler.address is None:
+        finding = await asyncio.to_thread(liveness.seen, record, {})
         if finding.state is State.DEAD:
             raise CMLError(f"cluster {name!r} has ended: {finding.why}; run {delete}")
         if time.monotonic() > deadline:
@@ -103,6 +96,9 @@ async def wait_until_running(record: Record) -> Record:
                 f"{command('logs', name)}; to stop its sessions, run {delete}"
             )
         await asyncio.sleep(_POLL_INTERVAL)
+        with contextlib.suppress(store.RecordUnreadable):  # for a moment, perhaps
+            record = await asyncio.to_thread(store.read_again, record)
+    return record
 
 
 async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:

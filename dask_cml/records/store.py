@@ -42,7 +42,6 @@ from dask_cml.private_files import (
     check_folder,
     is_gone,
     make_folder,
-    naming,
     read_file,
     report_ignored,
     write_file,
@@ -98,8 +97,7 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
         If the state directory belongs to another user, or others can write to it.
     """
     directory = record.folder.parent
-    with naming("cml.state-directory", directory):
-        make_folder(directory)
+    make_folder(directory, "cml.state-directory")
     # The complete folder gets its name in one step, so a crash leaves no folder with this name but no record.
     temporary = directory / f".claim-{secrets.token_hex(8)}"
     make_folder(temporary)
