@@ -42,46 +42,22 @@ def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
     assert Record("a", options={"cpu": 2}, scheduler=state).groups == groups
 
 
-def test_unknown_fields_of_a_scheduler_are_ignored_and_missing_ones_allowed():
-    assert SchedulerState.from_json(0, json.dumps({"groups": {}, "region": "west"})) == SchedulerState()
+def test_fields_of_a_scheduler_may_be_missing_null_or_unknown_and_its_session_invalid():
+    nothing = dict.fromkeys(("revision", "restarts", "address", "hours", "activity"))
+    content = {"groups": {}, "region": "west", "session": "../etc", **nothing}
+    assert SchedulerState.from_json(0, json.dumps(content)) == SchedulerState()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[1]",
-        "null",
-        '{"groups": {"default": {"options": {}, "target": NaN}}}',
-        {"groups": 3},
-        {"groups": {"gpu": []}},
-        {"groups": {"gpu": {"options": None}}},
-        {"groups": {}, "address": 8786},
-        {"groups": {}, "app_url": {}},
-        {"groups": {}, "protocol": "2"},
-        {"groups": {}, "protocol": True},
-        {"groups": {}, "revision": -1},
-        {"groups": {}, "restarts": 10**30},
-        {"groups": {}, "session": 7},
-        {"groups": {}, "hours": 0},
-        {"groups": {}, "orphan_timeout": 1e300},
-        {"groups": {}, "activity": [1]},
-    ],
-)
-def test_other_content_is_not_the_state_of_a_scheduler(content):
-    with pytest.raises(ValueError):  # noqa: PT011  # of json, too
-        SchedulerState.from_json(0, content if isinstance(content, str) else json.dumps(content))
-
-
-def test_an_invalid_session_id_of_a_scheduler_counts_as_unknown():
-    """Otherwise it would get into calls of the platform."""
-    content = {"groups": {}, "session": "../etc"}
-    assert SchedulerState.from_json(0, json.dumps(content)).session is None
-
-
-def test_a_value_of_a_scheduler_that_is_null_is_unknown():
-    content = dict.fromkeys(("revision", "restarts", "address", "hours", "activity"))
-    assert SchedulerState.from_json(0, json.dumps({"groups": {}, **content})) == SchedulerState()
+def test_other_content_is_not_the_state_of_a_scheduler():
+    invalid = {"address": 8786, "app_url": {}, "revision": -1, "restarts": 10**30, "session": 7, "hours": 0}
+    invalid |= {"groups": 3, "orphan_timeout": 1e300, "activity": [1]}
+    contents = [{name: value} for name, value in invalid.items()]
+    contents += [{"protocol": "2"}, {"protocol": True}, {"groups": {"gpu": []}}]
+    contents += [{"groups": {"gpu": {"options": None}}}]
+    nan = '{"groups": {"default": {"options": {}, "target": NaN}}}'
+    for text in "", "[1]", "null", nan, *map(json.dumps, contents):
+        with pytest.raises(ValueError):  # noqa: PT011  # of json, too
+            SchedulerState.from_json(0, text)
 
 
 # -- what the creator writes
@@ -93,33 +69,25 @@ def test_a_record_reads_back_as_it_was_written():
     assert Record.from_json(record.to_json()) == record
 
 
-def test_a_record_contains_no_sessions_and_no_state_of_a_scheduler():
+def test_a_record_contains_no_sessions_and_an_earlier_format_is_read_for_its_deletion():
     others = {"launches": {"abcd1234": {}}, "ended": 3, "scheduler": {"address": "tcp://10.0.0.1:8786"}}
-    record = Record("a")
-    assert Record.from_json(json.dumps({**json.loads(record.to_json()), **others})) == record
-
-
-# -- records of earlier releases, which are only deleted
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_record_of_an_earlier_format_is_read_for_its_deletion(version):
     record = Record("old", options={"platform": "local"})
-    content = json.loads(record.to_json()) | {"version": version, "scheduler_address": "tcp://10.0.0.1:8786"}
-    assert Record.from_json(json.dumps(content)) == replace(record, version=version)
+    for version in 1, 2, record.version:
+        content = (
+            json.loads(record.to_json()) | others | {"version": version, "scheduler_address": "tcp://x:1"}
+        )
+        assert Record.from_json(json.dumps(content)) == replace(record, version=version)
 
 
 # -- its creator
 
 
-def test_own_process_lives():
-    assert Maker.this_process().lives() is True
-
-
-def test_process_that_was_killed_does_not_live():
+def test_a_process_lives_until_it_ends_also_if_its_id_is_used_again():
+    own = Maker.this_process()
+    assert own.lives() is True
+    assert replace(own, started=own.started - 3600).lives() is False
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        started = psutil.Process(process.pid).create_time()
-        maker = dataclasses.replace(Maker.this_process(), pid=process.pid, started=started)
+        maker = replace(own, pid=process.pid, started=psutil.Process(process.pid).create_time())
         assert maker.lives() is True
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -127,14 +95,9 @@ def test_process_that_was_killed_does_not_live():
     assert maker.lives() is False
 
 
-def test_process_id_that_was_used_again_is_another_process():
-    own = Maker.this_process()
-    assert dataclasses.replace(own, started=own.started - 3600).lives() is False
-
-
 def test_the_life_of_a_process_in_another_session_is_unknown(monkeypatch):
     own = Maker.this_process()
-    assert dataclasses.replace(own, host=f"not-{own.host}", pid=1).lives() is None
+    assert replace(own, host=f"not-{own.host}", pid=1).lives() is None
     monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")
     assert own.lives() is None
     assert Maker.this_process().session == "abcdefgh12345678"
