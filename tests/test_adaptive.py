@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
+from itertools import product
 
 import dask
 import pytest
@@ -12,7 +12,6 @@ from clusters import (
     adapting_of,
     arrived,
     change_known_board,
-    create_elsewhere,
     cut_off,
     is_keeper,
     limits,
@@ -21,7 +20,6 @@ from clusters import (
     scheduler_of,
     simulate,
     start_time,
-    step_in,
     target,
     until_written,
 )
@@ -35,24 +33,7 @@ FAST = {"interval": "1 s", "wait_count": 2}
 
 
 class Work:
-    """The answers of a cluster's scheduler to the questions of adaptive scaling.
-
-    Parameters
-    ----------
-    it : World
-        The simulated world.
-    cluster : CMLCluster
-        The cluster.
-    tasks, gpu_tasks : int
-        Number of long tasks without needs, and of those that need a GPU.
-    cheapest : sequence of str
-        The Dask workers, those first that cost least to close.
-
-    Attributes
-    ----------
-    groups : dict
-        What the scheduler says of the groups' sessions.
-    """
+    """The answers of a scheduler: its long tasks, what it says of groups, and who costs least to close."""
 
     def __init__(self, it, cluster, tasks=0, gpu_tasks=0, cheapest=()):
         self.tasks, self.gpu_tasks, self.cheapest = tasks, gpu_tasks, cheapest
@@ -75,9 +56,7 @@ class Work:
         return self.cheapest
 
 
-@pytest.mark.parametrize(
-    ("bounds", "tasks", "n"), [((2, 9), 0, 2), ((0, 3), 100, 3), ((0, 9), 17, 5), ((0, 9), 16, 4)]
-)
+@pytest.mark.parametrize(("bounds", "tasks", "n"), [((2, 9), 0, 2), ((0, 9), 17, 5)])
 @simulated
 async def test_sessions_are_counted_not_their_dask_workers(it, bounds, tasks, n):
     async with simulate(name="mine", cpu=4, processes=4, worker_args=[]) as cluster:
@@ -120,18 +99,13 @@ async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tas
         work = Work(it, cluster, tasks=1, gpu_tasks=3, cheapest=order)
         held = {"managed": 0, "limit": 0}
         plain = {"sessions": 1, "busy": 1, "borrowed": [], **held}
-        work.groups = {
-            "default": plain,
-            "gpu": {"sessions": 4, "busy": 3, "borrowed": ["mine-gpu-1", "mine-gpu-3"], **held},
-        }
+        gpu = {"sessions": 4, "busy": 3, "borrowed": ["mine-gpu-1", "mine-gpu-3"], **held}
+        work.groups = {"default": plain, "gpu": gpu}
         cluster.adapt(1, 1, **FAST)
         cluster.adapt(0, 4, worker_group="gpu", **FAST)
         await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-gpu-1", "mine-gpu-2", "mine-gpu-3"})
         work.gpu_tasks = 0
-        work.groups = {
-            "default": plain,
-            "gpu": {"sessions": 3, "busy": 3, "borrowed": ["mine-gpu-1", "mine-gpu-3"], **held},
-        }
+        work.groups = {"default": plain, "gpu": {**gpu, "sessions": 3}}
         await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-gpu-2"})
 
 
@@ -154,16 +128,6 @@ async def test_a_question_without_an_answer_does_not_end_adapting(it, fault, cap
         assert target(cluster) == 1
         scheduler.handlers["cml_demand"] = work.answer
         await eventually(lambda: arrived(cluster) == 3)
-
-
-@simulated
-async def test_a_minimum_above_the_quota_is_reported_as_it_is(it):
-    it.platform.configure({"sessions": 2})
-    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
-        cluster.adapt(3, 5, **FAST)
-        await eventually(lambda: arrived(cluster) == target(cluster) == 1)
-        await eventually(lambda: "1 of 3 workers launched" in (remote.problem or ""))
-        await eventually(lambda: target(remote) == 1, seconds=30.0)
 
 
 @simulated
@@ -205,13 +169,8 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         await eventually(lambda: arrived(cluster) == 3)
         taken = cluster._adaptive
         assert taken.limits == adaptive.limits == adapting_of(cluster) == adapting_of(remote)
-        assert taken.limits == {
-            "minimum": 1,
-            "maximum": 5,
-            "interval": 2.0,
-            "wait_count": 7,
-            "target_duration": 9.0,
-        }
+        assert {"minimum": 1, "maximum": 5, "interval": 2.0, "wait_count": 7}.items() < taken.limits.items()
+        assert taken.limits["target_duration"] == 9.0
         adaptive.stop()
         await eventually(lambda: limits(cluster) is limits(remote) is None)
         work.tasks = 5
@@ -219,142 +178,51 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         assert target(cluster) == target(remote) == 3
 
 
-@pytest.mark.parametrize("stops", ["adaptive.stop", "cluster.scale", "remote.scale"])
 @simulated
-async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers(it, stops):
+async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers(it):
     async with simulate(name="mine") as cluster, rebuild("mine") as remote:
-        work = Work(it, cluster, tasks=2)
-        adaptive = cluster.adapt(0, 5, **FAST)
-        await eventually(lambda: arrived(cluster) == 2)
-        await eventually(lambda: limits(remote) == (0, 5))
-        if stops == "adaptive.stop":
-            adaptive.stop()
-            adaptive.stop()
-        else:
-            {"cluster": cluster, "remote": remote}[stops.partition(".")[0]].scale(2)
-        await eventually(lambda: limits(cluster) is limits(remote) is None)
-        work.tasks = 5
-        await asyncio.sleep(20)
-        assert target(cluster) == target(remote) == 2
-        assert adaptive.periodic_callback is None
-
-
-@pytest.mark.parametrize("change", ["resizes a group", "drops workers"])
-@simulated
-async def test_a_user_who_scales_while_adapting_scales_is_the_last(it, change):
-    async with simulate(name="mine") as cluster:
-        work = Work(it, cluster, tasks=2)
-        cluster.adapt(0, 5, **FAST)
-        await eventually(lambda: arrived(cluster) == 2)
-        threads = []
-
-        def scale_meanwhile(*arguments):
-            if not threads:
-                threads.append(threading.Thread(target=cluster.scale, args=[3]))
-                threads[0].start()
-                threads[0].join(0.2)  # for ever, if it must wait
-            original(*arguments)
-
-        original = step_in(cluster, change, scale_meanwhile)
-        work.tasks = 5 if change == "resizes a group" else 0
-        await eventually(lambda: threads and not threads[0].is_alive())
-        await asyncio.sleep(10)
-        assert target(cluster) == arrived(cluster) == 3
-
-
-@simulated
-async def test_adapting_again_replaces_what_another_process_has_asked_for(it):
-    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
-        Work(it, cluster, tasks=9)
-        adaptive = cluster.adapt(0, 2, **FAST)
-        await eventually(lambda: arrived(cluster) == 2)
-        await eventually(lambda: limits(remote) == (0, 2))
-        remote.adapt(0, 4, **FAST)
-        await eventually(lambda: arrived(cluster) == 4)
-        assert adaptive.periodic_callback is None
-        adaptive.stop()  # it counts no more
-        await asyncio.sleep(5)
-        assert limits(cluster) == limits(remote) == (0, 4)
-
-
-@simulated
-async def test_whoever_keeps_the_cluster_next_goes_on_adapting(it):
-    async def create():
-        async with simulate(name="mine") as cluster:
-            cluster.adapt(1, 5, **FAST)
-            created.set()
-            await asyncio.Event().wait()
-
-    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
-    creator.start(create())
-    await created.wait()
-    async with rebuild("mine", shutdown_on_close=True) as cluster:
-        await eventually(lambda: limits(cluster) == (1, 5) and arrived(cluster) == 1)
-        assert not manages(cluster)
-        creator.kill()
-        await eventually(lambda: is_keeper(cluster))
-        Work(it, cluster, tasks=3)
-        await eventually(lambda: arrived(cluster) == 3)
-        assert limits(cluster) == (1, 5)
-        assert len(it.platform.all) == 4
-
-
-@simulated
-async def test_the_keepers_own_change_is_not_taken_for_that_of_another_if_the_answer_is_late(it):
-    async with simulate() as cluster:
-        handlers = scheduler_of(it, cluster).handlers
-        report = handlers["cml_report"]
-
-        async def report_late(**arguments):
-            answer = report(**arguments)
-            await asyncio.sleep(1.0)
-            return answer
-
-        handlers["cml_report"] = report_late
-        adaptive = cluster.adapt(1, 3)
-        await eventually(lambda: arrived(cluster) == 1)
-        assert adaptive.periodic_callback is not None
-        adaptive.stop()
-        await eventually(lambda: limits(cluster) is None, seconds=30.0)
+        work = Work(it, cluster)
+        for n, stops in enumerate(("adaptive", "cluster", "remote"), 1):
+            work.tasks = n
+            replaced = cluster.adapt(0, n, **FAST)
+            await eventually(lambda n=n: arrived(cluster) == n and limits(remote) == (0, n))
+            adaptive = cluster.adapt(0, 5, **FAST)
+            replaced.stop()  # it counts no more
+            await eventually(lambda: limits(remote) == (0, 5))
+            if stops == "adaptive":
+                adaptive.stop()
+                adaptive.stop()
+            else:
+                {"cluster": cluster, "remote": remote}[stops].scale(n)
+            await eventually(lambda: limits(cluster) is limits(remote) is None)
+            work.tasks = 5
+            await asyncio.sleep(20)
+            assert target(cluster) == target(remote) == n
+            assert replaced.periodic_callback is adaptive.periodic_callback is None
 
 
 # -- classes and arguments
 
 
-@pytest.mark.parametrize(
-    "options", [{"interval": 0}, {"target_duration": 0}, {"wait_count": -1}, {"wait_count": 1.5}]
-)
 @simulated
-async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it, options):
-    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
-        for user in remote, cluster:
-            with pytest.raises(ValueError, match=next(iter(options))):
+async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it):
+    invalid = [{"interval": 0}, {"target_duration": 0}, {"wait_count": -1}, {"wait_count": 1.5}]
+    another = {"Adaptive": Adaptive, "worker_group": "gpu"}
+    async with simulate(name="mine", worker_groups={"gpu": {}}) as cluster, rebuild("mine") as remote:
+        for user, options in product([remote, cluster], [*invalid, another]):
+            with pytest.raises(ValueError, match=f"invalid {next(iter(options))}="):
                 user.adapt(1, 3, **options)
             await until_written(user)
-            assert limits(cluster) is limits(remote) is None
-
-
-@simulated
-async def test_another_class_ends_when_the_cluster_adapts_otherwise_or_closes(it):
-    async with simulate() as cluster:
-        first = cluster.adapt(Adaptive=Adaptive, minimum=1, maximum=2, interval="1 s")
-        await eventually(lambda: arrived(cluster) == 1)
-        second = cluster.adapt(Adaptive=Adaptive, minimum=2, maximum=2, interval="1 s")
-        await eventually(lambda: arrived(cluster) == 2)
-        assert first.periodic_callback is None
-        third = cluster.adapt(3, 3)
-        await eventually(lambda: arrived(cluster) == 3)
-        assert second.periodic_callback is None
-    assert third.periodic_callback is None
+            for group in "default", "gpu":
+                assert limits(cluster, group) is limits(remote, group) is None
 
 
 @pytest.mark.parametrize(
-    ("where", "who"),
-    [("cluster", "cluster"), ("cluster", "remote"), ("cluster", "other"), ("remote", "remote")],
+    ("where", "who"), [("cluster", "cluster"), ("cluster", "remote"), ("remote", "remote")]
 )
 @simulated
 async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, who):
-    async with simulate(name="mine") as cluster, rebuild("mine") as remote, rebuild("mine") as other:
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
         wanted, asked = [1], []
         handlers = scheduler_of(it, cluster).handlers
 
@@ -364,7 +232,7 @@ async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, w
             return asked[-1]
 
         handlers["adaptive_target"] = answer_late
-        users = {"cluster": cluster, "remote": remote, "other": other}
+        users = {"cluster": cluster, "remote": remote}
         adaptive = users[where].adapt(Adaptive=Adaptive, interval="1 s", wait_count=1)
         await eventually(lambda: arrived(cluster) == 1)
         wanted.append(2)
@@ -380,7 +248,7 @@ async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, w
 
 
 @simulated
-async def test_another_class_goes_on_although_nobody_else_holds_it(it):
+async def test_another_class_goes_on_although_nobody_holds_it_until_the_cluster_adapts_otherwise(it):
     async with simulate() as cluster:
         wanted = [1]
         scheduler_of(it, cluster).handlers["adaptive_target"] = lambda **_: wanted[-1]
@@ -389,6 +257,10 @@ async def test_another_class_goes_on_although_nobody_else_holds_it(it):
         gc.collect()
         wanted.append(2)
         await eventually(lambda: arrived(cluster) == 2, seconds=60.0)
+        former = cluster._adaptive
+        cluster.adapt(3, 3)
+        await eventually(lambda: arrived(cluster) == 3)
+        assert former.periodic_callback is None
 
 
 @simulated
@@ -447,35 +319,20 @@ async def test_a_release_of_dask_whose_adaptive_has_no_state_adapts_and_stops_ev
 
 
 @simulated
-async def test_the_object_of_a_user_stops_adaptive_scaling_although_another_process_kept_the_cluster(it):
+async def test_the_next_keeper_adapts_and_knows_start_times_and_the_object_of_the_user_stops_it(it):
     async with simulate(name="mine") as cluster, rebuild("mine") as other:
-        adaptive = cluster.adapt(1, 3)
+        adaptive = cluster.adapt(1, 3, **FAST)
         await until_written(cluster)
+        await eventually(lambda: arrived(other) == 1)
+        await asyncio.sleep(2)
         heal = cut_off(cluster)
         await eventually(lambda: is_keeper(other))
         heal()
         await eventually(lambda: not manages(cluster))
         assert limits(other) == (1, 3)
+        assert 0.5 < start_time(other, "default") < 30
+        Work(it, other, tasks=3)
+        await eventually(lambda: arrived(other) == 3)
         adaptive.stop()
         await until_written(cluster)
         await eventually(lambda: limits(other) is limits(cluster) is None)
-
-
-@simulated
-async def test_only_the_default_group_can_have_another_class(it):
-    async with simulate(worker_groups={"gpu": {}}) as cluster:
-        with pytest.raises(ValueError, match=r"invalid Adaptive=.*: expected a CMLAdaptive for the group"):
-            cluster.adapt(Adaptive=Adaptive, worker_group="gpu")
-        assert limits(cluster, "gpu") is None
-
-
-@simulated
-async def test_the_next_keeper_knows_how_long_sessions_take_to_start(it):
-    creator = await create_elsewhere(it, name="lab", n_workers=1, worker_groups={"gpu": {"n_workers": 1}})
-    async with rebuild("lab", shutdown_on_close=True) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
-        await asyncio.sleep(2)
-        creator.kill()
-        await eventually(lambda: is_keeper(cluster))
-        for group in ("default", "gpu"):
-            assert 0.5 < start_time(cluster, group) < 30

@@ -207,24 +207,10 @@ async def test_work_that_ends_before_a_session_would_come_launches_none(simulate
     assert run.launched == 0
 
 
-async def test_work_that_outlasts_a_start_launches_more_sessions(simulate):
-    run = simulate(20, is_known=True, n_workers=4, minimum=4)
-    assert await run.work([0.0] * 400) < 20 + 400 / 20
-    assert run.launched > 10
-
-
 async def test_tasks_that_turn_out_to_be_long_get_more_sessions(simulate):
     run = simulate(5, 20.0)
     await run.work([0.0] * 40)
     assert run.launched >= 15
-
-
-async def test_no_starting_session_is_closed_while_work_waits(simulate):
-    run = simulate(20)
-    await run.work([0.0] * 10)
-    launched = run.launched
-    await run.work([i / 2 for i in range(60)])
-    assert (run.launched, run.closed_while_starting) == (launched, 0)
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
@@ -261,24 +247,6 @@ async def test_sessions_are_kept_for_work_that_comes_back_sooner_than_they_start
     assert run.closed == 20
     await run.idle(20)
     assert not run.workers
-
-
-async def test_sessions_are_not_kept_for_work_that_came_back_later(simulate):
-    run = simulate(20)
-    for pause in 8, 60:
-        await run.work(BURST)
-        await run.idle(pause)
-    await run.work(BURST)
-    await run.idle(4)
-    assert not run.workers
-
-
-async def test_minimum_and_maximum_hold(simulate):
-    run = simulate(5, minimum=2, maximum=3)
-    await run.work(BURST)
-    assert run.launched == 3
-    await run.idle(100)
-    assert len(run.workers) == 2
 
 
 async def test_target_duration_and_wait_count_are_respected(simulate):

@@ -17,14 +17,12 @@ import math
 
 import dask
 import pytest
-from clusters import arrived, limits, scheduler_of, simulate, target
+from clusters import arrived, limits, simulate, target
 from distributed import Client
-from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
-from test_spec_cluster import Named
 
-from dask_cml import CMLAdaptive, CMLCluster
+from dask_cml import CMLAdaptive
 
 FAST = {"interval": "1 s", "wait_count": 2}
 
@@ -39,89 +37,6 @@ def statuses(adaptive):
 
 
 # -- how many
-
-
-@pytest.mark.parametrize("cls", [CMLCluster, Named])
-@simulated
-async def test_sessions_come_for_work_and_go_after_it(it, cls):
-    async with simulate(cls) as cluster, Client(cluster, asynchronous=True) as client:
-        adaptive = cluster.adapt(0, 5, **FAST)
-        for _ in range(2):
-            futures = client.map(work, [30.0] * 3, range(3))
-            assert await asyncio.wait_for(client.gather(futures), 300) == [30.0] * 3
-            del futures
-            await eventually(lambda: not cluster.workers)
-            await asyncio.sleep(20)
-            assert not cluster.worker_spec
-        assert len(it.platform.all) == 7
-        assert statuses(adaptive)[-2:] == ["up", "down"]
-        assert statuses(adaptive).count("down") == 2
-
-
-@simulated
-async def test_minimum_and_maximum_bound_the_number(it):
-    async with simulate() as cluster, Client(cluster, asynchronous=True) as client:
-        adaptive = cluster.adapt(minimum=1, maximum=2, **FAST)
-        await eventually(lambda: arrived(cluster) == 1)
-        await asyncio.sleep(20)
-        assert len(cluster.workers) == 1
-        futures = client.map(work, [5.0] * 100, range(100))
-        await eventually(lambda: arrived(cluster) == 2)
-        await asyncio.sleep(20)
-        assert len(cluster.workers) == len(cluster.worker_spec) == 2
-        del futures
-        await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)
-        assert statuses(adaptive) == ["up", "down"]
-
-
-@simulated
-async def test_a_pause_between_tasks_ends_no_session(it):
-    async with simulate() as cluster, Client(cluster, asynchronous=True) as client:
-        adaptive = cluster.adapt(0, 5, interval="1 s", wait_count=5)
-        for i in range(10):
-            await asyncio.wait_for(client.submit(work, 2.0, i), 60)
-            await asyncio.sleep(2)
-        assert statuses(adaptive) == ["up"]
-        assert len(it.platform.all) == 2
-
-
-@simulated
-async def test_many_tasks_bring_many_sessions_and_a_chain_of_tasks_one(it):
-    async with simulate() as cluster, Client(cluster, asynchronous=True) as client:
-        cluster.adapt(0, 10, **FAST)
-        futures = client.map(work, [60.0] * 100, range(100))
-        await eventually(lambda: arrived(cluster) == 10)
-        del futures
-        await eventually(lambda: not cluster.workers)
-        last = client.submit(work, 1.0)
-        for i in range(40):
-            last = client.submit(work, 1.0, [last, i])
-        await eventually(lambda: arrived(cluster) == 1)
-        await asyncio.sleep(20)
-        assert len(cluster.workers) == 1
-
-
-@simulated
-async def test_a_lower_maximum_ends_sessions(it):
-    async with simulate() as cluster, Client(cluster, asynchronous=True) as client:
-        cluster.adapt(0, 5, **FAST)
-        futures = client.map(work, [60.0] * 100, range(100))
-        await eventually(lambda: arrived(cluster) == 5)
-        cluster.adapt(0, 2, **FAST)
-        await eventually(lambda: arrived(cluster) == len(cluster.workers) == 2)
-        del futures
-
-
-@simulated
-async def test_a_lost_session_is_replaced_for_its_task(it):
-    async with simulate(name="mine") as cluster, Client(cluster, asynchronous=True) as client:
-        cluster.adapt(1, 1, **FAST)
-        await eventually(lambda: arrived(cluster) == 1)
-        future = client.submit(work, 30.0)
-        await eventually(lambda: scheduler_of(it, cluster).total_occupancy > 0)
-        it.platform.evict(cluster.workers["mine-0"].session_id)
-        assert await asyncio.wait_for(future, 300) == 30.0
-        assert {*cluster.workers} == {"mine-1"}
 
 
 # -- begin and end
@@ -142,45 +57,27 @@ async def test_the_configuration_has_the_defaults_of_a_class(it):
 
 @pytest.mark.parametrize("cls", [Adaptive, CMLAdaptive])
 @simulated
-async def test_adapting_again_and_closing_stop_what_adapted_before(it, cls):
-    async with simulate() as cluster:
-        first = cluster.adapt(Adaptive=cls, maximum=1)
-        await eventually(lambda: first.state == "running")
-        second = cluster.adapt(Adaptive=cls, maximum=2)
-        await eventually(lambda: second.state == "running")
-        assert (first.state, first.periodic_callback) == ("stopped", None)
-        running = second.periodic_callback
-        assert running.is_running()
-    assert (second.state, second.periodic_callback) == ("stopped", None)
-    assert not running.is_running()
-
-
-@pytest.mark.parametrize("cls", [Adaptive, CMLAdaptive])
-@simulated
-async def test_after_its_stop_the_cluster_is_scaled_by_hand(it, cls):
+async def test_it_stops_by_itself_before_another_one_and_when_the_cluster_closes(it, cls):
     async with simulate() as cluster, Client(cluster, asynchronous=True) as client:
-        adaptive = cluster.adapt(Adaptive=cls, minimum=0, maximum=4, **FAST)
+        first = cluster.adapt(Adaptive=cls, minimum=0, maximum=4, **FAST)
         futures = client.map(work, [60.0] * 100, range(100))
         await eventually(lambda: arrived(cluster) == 4)
-        adaptive.stop()
-        adaptive.stop()
+        second = cluster.adapt(Adaptive=cls, minimum=0, maximum=3, **FAST)
+        await eventually(lambda: arrived(cluster) == len(cluster.workers) == 3)
+        assert (first.state, first.periodic_callback) == ("stopped", None)
+        second.stop()
+        second.stop()
         cluster.scale(2)
         await eventually(lambda: arrived(cluster) == len(cluster.workers) == 2)
         await asyncio.sleep(20)
         assert target(cluster) == 2
         del futures
-
-
-@simulated
-async def test_dasks_own_class_stops_when_the_cluster_does_not_run_any_more(it):
-    async with simulate() as cluster:
-        adaptive = Adaptive(cluster, interval="1 s")
-        assert adaptive.state == "starting"
-        await eventually(lambda: adaptive.state == "running")
-        cluster.status = Status.closing
-        await eventually(lambda: adaptive.state == "stopped")
-        assert adaptive.periodic_callback is None
-        cluster.status = Status.running
+        third = cluster.adapt(Adaptive=cls, maximum=2)
+        await eventually(lambda: third.state == "running")
+        running = third.periodic_callback
+        assert running.is_running()
+    assert (third.state, third.periodic_callback) == ("stopped", None)
+    assert not running.is_running()
 
 
 # -- classes of users
@@ -213,8 +110,7 @@ async def test_a_class_of_a_user_has_its_own_target(it, cls):
         assert target(cluster) == 4
 
 
-@pytest.mark.parametrize("fails", ["safe_target", "scale_down"])
-@pytest.mark.parametrize("cls", [Adaptive, CMLAdaptive])
+@pytest.mark.parametrize(("cls", "fails"), [(Adaptive, "scale_down"), (CMLAdaptive, "safe_target")])
 @simulated
 async def test_an_error_of_a_users_class_is_logged_once_and_ends_nothing(it, cls, fails, caplog):
     failures = []
@@ -236,27 +132,4 @@ async def test_an_error_of_a_users_class_is_logged_once_and_ends_nothing(it, cls
         assert adaptive.state == "running"
         assert adaptive.periodic_callback.is_running()
         delattr(adaptive, fails)
-        await eventually(lambda: not cluster.workers)
-
-
-class Awaited(CMLCluster):
-    """A cluster whose `scale` must be awaited."""
-
-    def scale(self, *arguments, **options):
-        scale = super().scale
-
-        async def later():
-            return scale(*arguments, **options)
-
-        return self.sync(later)
-
-
-@pytest.mark.parametrize("cls", [Adaptive, CMLAdaptive])
-@simulated
-async def test_a_cluster_adapts_whose_scale_must_be_awaited(it, cls):
-    async with simulate(Awaited) as cluster:
-        adaptive = cluster.adapt(Adaptive=wanting(cls), minimum=0, maximum=4, **FAST)
-        adaptive.wanted = 2
-        await eventually(lambda: arrived(cluster) == 2)
-        adaptive.wanted = 0
         await eventually(lambda: not cluster.workers)

@@ -31,25 +31,6 @@ def test_no_two_sessions_share_a_name():
             assert whose.setdefault(name, (group, number)) == (group, number)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "mine",
-        "mine-",
-        "mine-gpu",
-        "mine-scheduler",
-        "other-0",
-        "mine-0-1-2",
-        "mine--0",
-        "mine-scheduler-0",
-        "mine-default-0",
-    ],
-)
-def test_other_names_are_those_of_no_session(name):
-    assert read_name("mine", name) is None
-
-
 async def test_a_dask_worker_repeats_the_name_and_group_of_its_session(tmp_path, monkeypatch):
     plan = plan_worker(Options.read(name="mine"), Place(tmp_path), "a-w0", None, "gpu")
     for name, value in plan.env.items():
@@ -67,6 +48,8 @@ def test_a_dask_worker_says_its_session_and_else_its_name_does():
     assert session_of("mine", "a-w0", None) is None
 
 
-@pytest.mark.parametrize("name", ["", "0", "0gpu", "gpu.0", "gpu-", "-gpu", "g p", "gpü", "gpu\n", "a/b"])
-def test_no_group_has_a_name_of_two_readings(name):
-    assert GROUP_NAME.fullmatch(name) is None
+def test_no_other_name_is_that_of_a_session_or_of_a_group():
+    sessions = "mine mine- mine-gpu mine-scheduler other-0 mine-0-1-2 mine--0 mine-scheduler-0 mine-default-0"
+    assert not any(read_name("mine", name) for name in ["", *sessions.split()])
+    groups = ["", "0", "0gpu", "gpu.0", "gpu-", "-gpu", "g p", "gpü", "gpu\n", "a/b"]
+    assert not any(map(GROUP_NAME.fullmatch, groups))

@@ -155,10 +155,6 @@ def test_sessions_stay_that_do_the_work_of_a_group_without_sessions_or_of_their_
     assert wanted(Snapshot([work(9)], [supply(adapts=False), borrowed]), "gpu", arrived=3) == 3
 
 
-def test_busy_sessions_that_are_no_longer_wanted_launch_no_others():
-    assert wanted(Snapshot([work(1)], [supply(sessions=5, busy=4)]), arrived=1) == 1
-
-
 def test_few_long_tasks_get_a_session_each_however_long_that_takes():
     snapshot = Snapshot([work(10, 100.0)], [supply(sessions=1, busy=1)])
     assert wanted(snapshot, arrived=1, start=20, minimum=1) == 10

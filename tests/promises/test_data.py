@@ -25,17 +25,7 @@ async def test_workers_hand_their_results_to_others_before_they_stop(it):
 
 
 @simulated
-async def test_a_worker_that_is_stopped_by_its_name_hands_over_its_results(it):
-    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(2)
-        futures = await client.scatter([*range(10)])
-        await cluster.scale_down(["night-0"])
-        await eventually(lambda: connected(cluster) == {"night-1"})
-        assert await client.gather(futures) == [*range(10)]
-
-
-@simulated
-async def test_a_worker_that_the_client_retires_hands_over_its_results_and_is_replaced(it):
+async def test_a_worker_that_is_named_hands_over_its_results_and_one_that_is_retired_is_replaced(it):
     async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         await client.wait_for_workers(2)
         futures = await client.scatter([*range(10)])
@@ -43,6 +33,10 @@ async def test_a_worker_that_the_client_retires_hands_over_its_results_and_is_re
         await eventually(lambda: connected(cluster) == {"night-1", "night-2"})
         assert await client.gather(futures) == [*range(10)]
         assert target(cluster) == 2
+        await cluster.scale_down(["night-1"])
+        await eventually(lambda: connected(cluster) == {"night-2"})
+        assert await client.gather(futures) == [*range(10)]
+        assert target(cluster) == 1
 
 
 @simulated
@@ -100,6 +94,7 @@ async def test_a_worker_with_an_actor_stays(it):
         assert await counter.add(1) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 @simulated
 async def test_a_task_that_runs_is_run_again_elsewhere_when_its_worker_is_stopped(it, n):
@@ -117,6 +112,7 @@ async def test_a_task_that_runs_is_run_again_elsewhere_when_its_worker_is_stoppe
         await eventually(lambda: arrived(cluster) == len(it.platform.running) - 1 == n)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_worker_that_does_not_answer_is_stopped_after_retire_timeout_and_its_results_computed_again(
     it,

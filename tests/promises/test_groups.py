@@ -29,34 +29,21 @@ async def test_a_group_is_added_scaled_and_deleted_while_the_cluster_runs(it):
 
 
 @simulated
-async def test_groups_are_created_with_the_cluster(it):
-    async with simulate(
-        name="night", n_workers=1, worker_groups={"big": {"n_workers": 1, "memory": "8 GiB"}}
-    ) as cluster:
-        await eventually(lambda: connected(cluster) == {"night-0", "night-big-0"})
+async def test_groups_are_created_with_the_cluster_and_each_is_scaled_and_repaired_by_itself(it):
+    groups = {"big": {"n_workers": 2, "memory": "8 GiB"}}
+    async with simulate(name="night", n_workers=1, worker_groups=groups) as cluster:
+        await eventually(lambda: connected(cluster) == {"night-0", "night-big-0", "night-big-1"})
         sizes = {session.name: session.size.memory for session in cluster.sessions}
         assert (sizes["night-0"], sizes["night-big-0"]) == (2, 8)
-
-
-@simulated
-async def test_scaling_one_group_changes_no_other(it):
-    async with simulate(name="night", n_workers=1, worker_groups={"big": {"n_workers": 2}}) as cluster:
-        await eventually(lambda: arrived(cluster) == 3)
+        it.platform.evict(it.platform.running["night-big-0"])
+        await eventually(lambda: connected(cluster) == {"night-0", "night-big-1", "night-big-2"})
         cluster.scale(0)
-        await eventually(lambda: connected(cluster) == {"night-big-0", "night-big-1"})
+        await eventually(lambda: connected(cluster) == {"night-big-1", "night-big-2"})
         cluster.scale(1, worker_group="big")
         await eventually(lambda: len(connected(cluster)) == 1)
         await asyncio.sleep(30.0)
         numbers = {name: group.n_workers for name, group in cluster.worker_groups.items()}
         assert numbers == {"default": 0, "big": 1}
-
-
-@simulated
-async def test_a_lost_worker_is_replaced_in_its_group(it):
-    async with simulate(name="night", n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
-        await eventually(lambda: connected(cluster) == {"night-0", "night-big-0"})
-        it.platform.evict(it.platform.running["night-big-0"])
-        await eventually(lambda: connected(cluster) == {"night-0", "night-big-1"})
 
 
 @simulated
@@ -101,18 +88,15 @@ async def test_a_task_that_asks_for_a_gpu_runs_on_a_session_with_one(it):
         assert {*await client.gather(futures)} == {"night-gpu-0"}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("big", {"memory": "lots"}, "invalid memory='lots': expected GiB"),
-        ("default", {}, "invalid name='default': expected "),
-    ],
-)
 @simulated
-async def test_an_invalid_group_is_refused_and_launches_nothing(it, name, options, words):
+async def test_an_invalid_group_is_refused_and_launches_nothing(it):
     async with simulate(name="night") as cluster:
-        with pytest.raises(ValueError, match=words):
-            await cluster.add_worker_group(name, n_workers=1, **options)
+        for name, options, words in (
+            ("big", {"memory": "lots"}, "invalid memory='lots': expected GiB"),
+            ("default", {}, "invalid name='default': expected "),
+        ):
+            with pytest.raises(ValueError, match=words):
+                await cluster.add_worker_group(name, n_workers=1, **options)
         await asyncio.sleep(30.0)
         assert len(it.platform.all) == 1
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from itertools import pairwise
 
 import dask
 import pytest
-from clusters import arrived, connected, log_of, make, simulate
-from distributed import Client, KilledWorker, wait
+from clusters import arrived, board_of, connected, log_of, make, simulate
+from distributed import Client, KilledWorker, NannyPlugin, wait
 from simulated.testing import eventually, simulated
 
 
@@ -39,7 +40,7 @@ async def test_a_lost_session_is_replaced_and_the_cause_is_reported(it, fate, wo
 
 
 @simulated
-async def test_results_of_a_lost_worker_are_computed_again(it):
+async def test_results_of_a_lost_worker_are_computed_again_and_usage_counts_it(it):
     async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         await client.wait_for_workers(2)
         futures = client.map(lambda n: n**2, range(20))
@@ -47,6 +48,7 @@ async def test_results_of_a_lost_worker_are_computed_again(it):
         it.platform.evict(it.platform.running["night-0"])
         await eventually(lambda: connected(cluster) == {"night-1", "night-2"})
         assert await client.gather(futures) == [n**2 for n in range(20)]
+        assert (await cluster.usage()).total.lost == {"killed": 1}
 
 
 @simulated
@@ -74,6 +76,7 @@ async def test_the_first_replacement_launches_at_once_and_the_next_ones_after_gr
         assert later[2] >= 8.0
 
 
+@pytest.mark.slow
 @simulated
 async def test_after_five_failures_in_a_row_the_cluster_stops_trying_until_scale(it):
     async with simulate(name="night") as cluster:
@@ -90,6 +93,7 @@ async def test_after_five_failures_in_a_row_the_cluster_stops_trying_until_scale
         await eventually(lambda: cluster.problem is None)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_worker_that_stays_connected_resets_the_count_of_failures(it):
     async with simulate(name="night") as cluster:
@@ -105,6 +109,7 @@ async def test_a_worker_that_stays_connected_resets_the_count_of_failures(it):
         assert "launches no new workers" not in log_of(cluster)
 
 
+@pytest.mark.slow
 @simulated
 async def test_losses_during_a_task_do_not_count(it):
     async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
@@ -139,16 +144,6 @@ async def test_a_bad_task_costs_at_most_four_sessions_and_is_given_up(it):
             await bad
         assert await client.submit(sum, [1, 2]) == 3
         assert "while it ran `bad`" in log_of(cluster)
-
-
-@simulated
-async def test_usage_counts_lost_sessions_by_their_cause(it):
-    async with simulate(name="night", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        it.platform.evict(it.platform.running["night-0"])
-        await eventually(lambda: connected(cluster) == {"night-1"})
-        usage = await cluster.usage()
-        assert usage.total.lost == {"killed": 1}
 
 
 @simulated
@@ -253,16 +248,27 @@ async def test_a_task_that_takes_too_much_memory_is_named_and_its_worker_restart
 
 
 @pytest.mark.slow
+@pytest.mark.images
 async def test_a_restart_that_you_ask_for_prints_no_line_and_keeps_the_session(platform, holds):
-    async with make(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
-        sessions = {session.id for session in cluster.sessions}
-        for restart in (
-            client.restart,
-            lambda: client.restart_workers([*cluster.scheduler_info["workers"]]),
-        ):
-            await restart()
+    class Restarting(NannyPlugin):  # within this function, because sessions cannot import this module
+        restart = True
+
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}):  # the nanny lives
+        async with make(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
             await client.wait_for_workers(1)
-            assert await client.submit(sum, [1, 2], pure=False) == 3
-        assert {session.id for session in cluster.sessions} == sessions
-        assert log_of(cluster) == ""
+            sessions = {session.id for session in cluster.sessions}
+            restarts = (
+                client.restart,
+                lambda: client.restart_workers([*cluster.scheduler_info["workers"]]),
+                lambda: client.register_plugin(Restarting()),
+            )
+            for moves, restart in zip((3, 5, 7), restarts, strict=True):
+                busy = client.submit(time.sleep, 20, pure=False)  # the nanny kills a process that stays
+                while busy.key not in str(await client.processing()):
+                    await asyncio.sleep(0.05)
+                await restart()
+                await holds(lambda n=moves: board_of(cluster).moves >= n and arrived(cluster) == 1)
+                assert not board_of(cluster).restarts
+                assert await client.submit(sum, [1, 2], pure=False) == 3
+            assert {session.id for session in cluster.sessions} == sessions
+            assert log_of(cluster) == ""

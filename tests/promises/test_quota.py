@@ -36,6 +36,7 @@ async def test_a_refused_launch_is_shown_with_cmls_reason_and_tried_again(it):
         assert log_of(cluster).count("exceeded quota") == 1
 
 
+@pytest.mark.slow
 @simulated
 async def test_one_session_a_minute_is_tried_and_all_others_once_cml_launches_it(it):
     async with simulate(name="night") as cluster:
@@ -97,6 +98,7 @@ async def test_the_quota_of_one_group_keeps_no_other_from_its_sessions(it):
         await eventually(lambda: connected(cluster) >= {"night-0", "night-1"})
 
 
+@pytest.mark.slow
 @simulated
 async def test_adapting_asks_for_no_more_than_the_quota_has_allowed_lately(it):
     it.platform.configure({"sessions": 4})
@@ -116,6 +118,7 @@ async def test_adapting_asks_for_no_more_than_the_quota_has_allowed_lately(it):
 # -- queued sessions
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_queued_session_is_no_failure_and_nothing_is_launched_in_its_place(it):
     it.platform.configure({"sessions": 2}, waits_for_room=True)
@@ -131,31 +134,25 @@ async def test_a_queued_session_is_no_failure_and_nothing_is_launched_in_its_pla
 
 
 @simulated
-async def test_the_cluster_shows_how_many_sessions_are_queued_and_for_how_long(it):
+async def test_the_cluster_shows_how_many_sessions_are_queued_for_how_long_and_cancels_them(it):
     it.platform.configure({"sessions": 2}, waits_for_room=True)
-    async with simulate(name="night", n_workers=3) as cluster:
-        await eventually(lambda: "workers=1 (2 queued for 20 s" in repr(cluster), seconds=60.0)
-        assert "2 queued for " in cluster._repr_html_()
-        await eventually(lambda: "Cluster night: 2 of 3 worker sessions queued" in log_of(cluster))
+    async with simulate(name="night", n_workers=5) as cluster:
+        await eventually(lambda: "workers=1 (4 queued for 20 s" in repr(cluster), seconds=60.0)
+        assert "4 queued for " in cluster._repr_html_()
+        await eventually(lambda: "Cluster night: 4 of 5 worker sessions queued" in log_of(cluster))
         waiting = [session for session in cluster.sessions if session.waits_for]
-        assert len(waiting) == 2
+        assert len(waiting) == 4
         assert all(session.waits_for >= 10.0 for session in waiting)
+        [first] = connected(cluster)
+        cluster.scale(3)
+        await eventually(lambda: len(it.platform.live) == 4)
+        assert connected(cluster) == {first}
         it.platform.configure()
         await eventually(lambda: arrived(cluster) == 3)
         await eventually(lambda: "queued" not in repr(cluster))
 
 
-@simulated
-async def test_queued_sessions_are_cancelled_by_scaling_to_fewer(it):
-    it.platform.configure({"sessions": 2}, waits_for_room=True)
-    async with simulate(name="night", n_workers=5) as cluster:
-        await eventually(lambda: arrived(cluster) == 1 and "4 queued" in repr(cluster))
-        [first] = connected(cluster)
-        cluster.scale(1)
-        await eventually(lambda: len(it.platform.live) == 2)
-        assert connected(cluster) == {first}
-
-
+@pytest.mark.slow
 @simulated
 async def test_adapting_asks_for_no_more_while_a_session_has_been_queued_for_a_minute(it):
     it.platform.configure({"sessions": 2}, waits_for_room=True)
@@ -181,6 +178,7 @@ async def test_sessions_start_one_by_one_where_cml_would_hold_gangs_back(it, mon
         assert {env["ENV_DISABLE_GANG_SCHEDULER"] for env in variables} == {"true"}
 
 
+@pytest.mark.slow
 @simulated
 async def test_workers_that_start_before_a_queued_scheduler_wait_for_it(it):
     it.platform.doom("waits", key="scheduler")
@@ -218,6 +216,7 @@ async def test_what_exceeds_a_limit_of_the_site_is_refused_with_the_limit_and_la
             assert target(cluster) == len(it.platform.running) - 1 == 1
 
 
+@pytest.mark.slow
 @simulated
 async def test_adapting_keeps_within_the_limits_of_the_site_and_says_so(it):
     with dask.config.set({"cml.limits.sessions": 3}):
