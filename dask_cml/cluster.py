@@ -40,7 +40,7 @@ from dask_cml.core.messages import Messages, write_own_log
 from dask_cml.core.policy import Demand
 from dask_cml.core.retirement import Retirements, drop
 from dask_cml.core.start import check_worker_class, scheduler_spec, start
-from dask_cml.core.view import View
+from dask_cml.core.view import check_that_workers_may_come, workers_of
 from dask_cml.core.workers import Workers, said_by
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
@@ -314,7 +314,6 @@ class CMLCluster(SpecCluster):
         self.retirements = Retirements(self)
         self.demand = Demand(self)
         self.messages = Messages(self)
-        self._own_view = View(self)
         self.losses = Losses(self)
         self.ending: Ending = Ending(self)
         self.starting: asyncio.Task[None] | None = None
@@ -770,14 +769,14 @@ class CMLCluster(SpecCluster):
         self._check_running(f"worker group {name!r} not deleted")
         if name == DEFAULT_GROUP or name not in self.groups:
             raise ValueError(message("name", name, f"one of {self.groups.names[1:]}"))
-        workers = {*self._view.workers_of(name)}
+        workers = {*workers_of(self, name)}
         await self._ask("delete group", group=name)
         await self._correct_state_internal()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
 
         fewest, deadline = math.inf, 0.0
-        while left := [worker for worker in self._view.workers_of(name) if worker in workers]:
-            names, now, staying = ", ".join(left), time.monotonic(), {*self._view.staying}
+        while left := [worker for worker in workers_of(self, name) if worker in workers]:
+            names, now, staying = ", ".join(left), time.monotonic(), {*self.sharing.view.staying}
             self._check_running(f"{deleted} {names} not stopped")
             if staying.issuperset(left):
                 raise CMLError(
@@ -789,7 +788,11 @@ class CMLCluster(SpecCluster):
             if len(left) < fewest or connected & ({*left} - staying):
                 fewest, deadline = len(left), now + timing.finish
             elif now > deadline:
-                why = self._view.not_stopped or self.problem or f"nothing has changed for {timing.finish:g} s"
+                why = (
+                    self.sharing.view.not_stopped
+                    or self.problem
+                    or f"nothing has changed for {timing.finish:g} s"
+                )
                 raise CMLError(f"{deleted} {names} not stopped yet: {why}")
             await asyncio.sleep(timing.collect)
 
@@ -849,14 +852,14 @@ class CMLCluster(SpecCluster):
         if not to_stop:
             self.api.settle("stop")
         await self.processes.stop(to_stop)
-        await self.sharing.note(self.processes.launched)
+        await self.sharing.keeper.journal.write(self.processes.launched)
         for worker in [worker for worker in retired if worker.session_id not in self.api.live]:
             # With scale(0), the last worker is connected until its session has ended.
             with contextlib.suppress(*NO_ANSWER, CMLError):
                 await drop(self, worker.dask_names)
             self.workers.pop(worker.name, None)
             await worker.close()
-            self.sharing.event("stopped", worker.name)
+            self.sharing.keeper.event("stopped", worker.name)
 
     async def _launch_missing(self) -> None:
         """Launch the wanted workers that have no session, as far as their groups' backoffs allow it."""
@@ -914,7 +917,7 @@ class CMLCluster(SpecCluster):
             # While the platform lists no sessions, no loss is known. Everything else goes on.
             with contextlib.suppress(CallFailed):  # tell_outage says it once
                 await self.losses.replace(await self.losses.find())
-            await self.sharing.look()
+            await self.sharing.keeper.find_strays()
             await self._correct_state_internal()
             self.losses.note_states()
             await self.messages.tell()
@@ -1099,7 +1102,7 @@ class CMLCluster(SpecCluster):
                     if n_workers <= min(n_running, len(workers)):
                         return
             self._check_running(f"{n_workers} workers not connected")
-            self._view.check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
+            check_that_workers_may_come(self, f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
                 problem = self.problem if self.sharing.is_connected else "the scheduler does not answer"
                 why = f": {problem}" if problem else ""
@@ -1222,21 +1225,16 @@ class CMLCluster(SpecCluster):
         return self.sharing.role is Role.KEEPER
 
     @property
-    def _view(self) -> View:
-        """What this process knows of the sessions, or has heard from the process that manages the cluster."""
-        return self.sharing.view or self._own_view
-
-    @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return self._view.sessions
+        return self.sharing.sessions
 
     @property
     def problem(self) -> str | None:
         """The cluster's present problem, such as an exhausted quota. None if there is no problem."""
         if self.status == Status.running and self.sharing.problem:
             return self.sharing.problem
-        return self.sharing.end or self._view.problem or self.sharing.workers_problem
+        return self.sharing.end or self.sharing.view.problem or self.sharing.workers_problem
 
     @property
     def worker_groups(self) -> dict[str, WorkerGroup]:

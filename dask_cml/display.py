@@ -24,6 +24,7 @@ from markupsafe import Markup
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
+from dask_cml.core.view import waits
 from dask_cml.sessions.session import Session
 from dask_cml.words import adapting, format_duration, idle, printable, waiting, waiting_workers
 
@@ -149,9 +150,9 @@ def describe(cluster: Any) -> dict[str, str | None]:
     board = cluster.sharing.board
     age, most_age = (seconds / 3600 for seconds in (board.age, board.most_age))
     idle_for = cluster.sharing.idle
-    waits = cluster._view.waits()
-    n_pending = cluster.n_pending - len(waits)
-    pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(waits)]
+    queued = waits(cluster)
+    n_pending = cluster.n_pending - len(queued)
+    pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(queued)]
     return {
         "status": _status_words(cluster),
         "age": f"{age:.1f} of {most_age:g} h" if most_age else "",

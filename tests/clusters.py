@@ -19,6 +19,7 @@ from simulated.process import SimulatedProcess
 from simulated.world import World
 
 from dask_cml import CMLCluster, CMLError, cli, output
+from dask_cml.core import view
 from dask_cml.discovery import discover
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import state_directory
@@ -119,7 +120,7 @@ def folder_of(cluster: Any) -> Path:
 
 def who_gave_up(cluster: Any) -> Mapping[str, Any]:
     """Return the worker groups that launch no more sessions after failures."""
-    gave_up: Mapping[str, Any] = cluster._view.gave_up
+    gave_up: Mapping[str, Any] = cluster.sharing.view.gave_up
     return gave_up
 
 
@@ -351,11 +352,11 @@ def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:
 
 
 def waits(cluster: CMLCluster) -> list[float]:
-    return cluster._view.waits()
+    return view.waits(cluster)
 
 
 def wanted(cluster: CMLCluster, group: str = "default") -> list[str]:
-    return [*cluster._view.workers_of(group)]
+    return view.workers_of(cluster, group)
 
 
 def id_on_board(cluster: CMLCluster) -> str:
@@ -385,7 +386,7 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "drops workers": (lambda cluster: cluster.groups, "drop"),
     "notes a launch": (lambda cluster: cluster.sharing, "launched"),
     "stops sessions": (lambda cluster: cluster.processes, "stop"),
-    "writes the record": (lambda cluster: cluster.sharing._keeper.journal, "write"),
+    "writes the record": (lambda cluster: cluster.sharing.keeper.journal, "write"),
 }
 
 
@@ -417,7 +418,7 @@ def record_of(cluster: Any) -> Record | None:
 
 def follows(cluster: Any) -> bool:
     """Return whether a process shows what another one does that manages the cluster."""
-    return cluster.sharing.view is not None
+    return cluster.sharing._follower is not None
 
 
 def spec_of(cluster: CMLCluster, group: str) -> dict[str, Any]:
@@ -449,7 +450,7 @@ def name_other_clusters(cluster: Any) -> None:
 
 async def take_board(cluster: Any, **changes: Any) -> None:
     """Let the keeper take a board with changes, as if users had made them."""
-    await cluster.sharing._keeper.take(replace(board_of(cluster), **changes))
+    await cluster.sharing.keeper.take(replace(board_of(cluster), **changes))
 
 
 def change_known_board(cluster: Any, **changes: Any) -> None:
@@ -459,8 +460,8 @@ def change_known_board(cluster: Any, **changes: Any) -> None:
 
 async def stop_managing(cluster: Any) -> None:
     """Let a process no longer manage its cluster, as one that has lost it."""
-    await cluster.sharing._keeper.publish(leaves=True)
-    await cluster.sharing._yield(cluster.sharing._keeper)
+    await cluster.sharing.keeper.publish(leaves=True)
+    await cluster.sharing._yield()
 
 
 async def unsubscribe(cluster: Any) -> None:

@@ -22,6 +22,7 @@ from dask_cml.cli.console import (
     show,
 )
 from dask_cml.cli.create import OptionsCommand, given
+from dask_cml.core.view import waits, workers_of
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import command, waiting_workers
@@ -119,10 +120,10 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
     name, deadline = cluster.options.name, time.monotonic() + timeout
     while True:
         target, n_arrived = cluster.groups.target(group), len(cluster.processes.arrived(group))
-        queued = waiting_workers(cluster._view.waits(group))
+        queued = waiting_workers(waits(cluster, group))
         words = f"{n_arrived} of {_n_workers(n, group)} connected" + (f", {queued}" if queued else "")
         show(words)
-        if n_arrived == len(cluster._view.workers_of(group)) == n == target:
+        if n_arrived == len(workers_of(cluster, group)) == n == target:
             show()
             return
         problem = cluster.problem
@@ -130,10 +131,10 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
             raise CMLError(f"the cluster {name} has shut down: {problem or 'deleted'}")
         if target != n:
             raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
-        if group in cluster._view.shortages:
-            raise CMLError(f"the cluster {name} has {cluster._view.shortages[group]}")
-        if group in cluster._view.gave_up:
-            raise CMLError(f"the cluster {name} launches {cluster._view.gave_up[group]}")
+        if group in cluster.sharing.view.shortages:
+            raise CMLError(f"the cluster {name} has {cluster.sharing.view.shortages[group]}")
+        if group in cluster.sharing.view.gave_up:
+            raise CMLError(f"the cluster {name} launches {cluster.sharing.view.gave_up[group]}")
         if time.monotonic() > deadline:
             words += f": {problem}" if problem else ""
             raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")

@@ -168,7 +168,7 @@ class Ending:
 
     async def _leave_sessions(self) -> None:
         """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
-        if self._cluster._is_keeper and self._cluster.sharing.is_gone:
+        if self._cluster._is_keeper and self._cluster.sharing.keeper.journal.gone:
             await self._cluster.api.close()
         else:
             self._cluster.api.leave()

@@ -112,7 +112,7 @@ class Losses:
             of_group = {name: loss for name, loss in lost.items() if groups[name] == group}
             self._count(group, of_group, [workers[name] for name in of_group if name in workers])
         for name, loss in lost.items():
-            self._cluster.sharing.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
+            self._cluster.sharing.keeper.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
             # The log of a session that had no name is that of the session which had it first.
             if name in workers and loss.cause not in _NO_FAILURES:
                 await workers[name].note_loss(loss)
@@ -143,7 +143,7 @@ class Losses:
             phase = worker.phase
             if phase in _EVENTS and phase is not worker.told:
                 worker.told = phase
-                self._cluster.sharing.event(_EVENTS[phase], worker.name)
+                self._cluster.sharing.keeper.event(_EVENTS[phase], worker.name)
 
     def note_connected(self, names: Iterable[str]) -> None:
         """Note Dask workers that have connected. Some may be gone before the next look."""

@@ -61,7 +61,7 @@ class Messages:
             If the scheduler does not answer.
         """
         cluster = self._cluster
-        lines = {**self._queued(), **cluster.sharing.news()}
+        lines = {**self._queued(), **cluster.sharing.keeper.news()}
         found = await self._find_unrunnable()
         self.unrunnable = "; ".join(found.values()) or None
         # The numbers of tasks change often, so a reason is logged once.

@@ -97,7 +97,7 @@ async def start(cluster: Any, *, strict: bool) -> None:
         # Only now: as soon as the workers are launched, the platform counts them as used.
         if asking is not None and asking.done():
             shown.notice = api_v2.shortage(cluster.groups.others()[1:], asking.result()) or ""
-        await cluster.sharing.note(processes.launched)
+        await cluster.sharing.keeper.journal.write(processes.launched)
         watching = asyncio.create_task(_watch(cluster))
         launching = (
             _launch_strictly(cluster, workers) if strict else processes.launch(processes.ready, unasked=True)
@@ -129,7 +129,7 @@ async def _watch(cluster: Any) -> None:
             continue
         for worker in cluster.processes.workers():
             worker.update(listing)
-        await cluster.sharing.note(cluster.processes.launched)
+        await cluster.sharing.keeper.journal.write(cluster.processes.launched)
 
 
 async def _launch_strictly(cluster: Any, workers: Mapping[str, Any]) -> None:

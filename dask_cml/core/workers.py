@@ -19,6 +19,7 @@ from distributed.core import Status
 from dask_cml.cancellation import cancel, gather_or_cancel, within
 from dask_cml.checks import is_session_id
 from dask_cml.core.backoff import Backoff
+from dask_cml.core.view import waits
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
@@ -187,9 +188,7 @@ class Workers:
             backoff.is_limited = True
             because = f"because {describe(limit)}"
             self._cluster._tell(f"{self._subject(group)} adapts to {int(fit)} of {n} workers, {because}")
-        return backoff.affordable(
-            int(min(n, fit)), len(groups.workers(group)), self._cluster._view.waits(group)
-        )
+        return backoff.affordable(int(min(n, fit)), len(groups.workers(group)), waits(self._cluster, group))
 
     def _subject(self, group: str) -> str:
         """Return a group as the subject of a line for the user."""
@@ -315,7 +314,7 @@ class Workers:
         await worker
         if name not in self._cluster.workers:  # else its session was found meanwhile
             await self.enter(name, worker)
-            self._cluster.sharing.event("launched", name)
+            self._cluster.sharing.keeper.event("launched", name)
 
     def make(self, name: str, spec: Mapping[str, Any] | None = None) -> Any:
         """Return a worker that is not launched yet. A subclass may use any class.
@@ -342,7 +341,7 @@ class Workers:
         self._cluster._created.add(worker)
         worker._cluster = ref(self._cluster)  # as SpecCluster does
         if isinstance(worker, CMLProcess):  # a subclass may use any class
-            await self._cluster.sharing.launched(worker)
+            await self._cluster.sharing.keeper.journal.enter(worker)
 
     # -- adopt
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from distributed.objects import SchedulerInfo
 
 from dask_cml.core.connection import with_numbers
-from dask_cml.core.view import Sessions
+from dask_cml.core.view import View
 from dask_cml.errors import CMLError
 from dask_cml.sessions.session import Session
 from dask_cml.sharing.link import BoardState, Link
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
 _DESCRIPTIONS = 500
 
 
-class Follower(Sessions):
+class Follower:
     """Shows what another process reports that keeps the cluster.
-
-    It has the members of :class:`~dask_cml.core.view.View` that users see.
 
     Parameters
     ----------
@@ -53,29 +50,9 @@ class Follower(Sessions):
         return self._report.known_sessions()
 
     @property
-    def staying(self) -> Sequence[str]:
-        """The workers that cannot be stopped now, because no other worker can take their data."""
-        return self._report.staying
-
-    @property
-    def not_stopped(self) -> str | None:
-        """Why the platform does not stop sessions, as a sentence. None if it does."""
-        return self._report.not_stopped
-
-    @property
-    def gave_up(self) -> Mapping[str, str]:
-        """Why no more workers of some groups are launched, until a user scales them."""
-        return self._report.current(self._report.gave_up, self._link.board.mail)
-
-    @property
-    def shortages(self) -> Mapping[str, str]:
-        """Why the platform has launched only some workers of some groups, since users scaled them last."""
-        return self._report.current(self._report.shortages, self._link.board.mail)
-
-    @property
-    def problem(self) -> str | None:
-        """The present problem, as a clause. None if there is none."""
-        return self._report.problem
+    def view(self) -> View:
+        """What the keeper says of the sessions, since users scaled the cluster last."""
+        return self._report.since(self._link.board.mail)
 
     # -- the board
 

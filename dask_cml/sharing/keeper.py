@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dask_cml import protocol
+from dask_cml.core.view import View, own_sessions, own_view
 from dask_cml.core.workers import connected_names, said_by
 from dask_cml.errors import CMLError
 from dask_cml.layout import SCHEDULER
@@ -20,7 +21,7 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import get_logger
 from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.scheduler.board import Letter, Request, WantedGroup
+from dask_cml.scheduler.board import Letter, WantedGroup
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sharing.journal import Journal
 from dask_cml.sharing.link import BoardState, Link
@@ -59,14 +60,11 @@ class Keeper:
     ----------
     journal : Journal
         Writes the record.
-    unreported : dict of int to Request
-        What users of this process have asked for, and the scheduler may not have heard of, by its numbers.
     """
 
     def __init__(self, cluster: CMLCluster, link: Link, record: Record, term: int, taken: int) -> None:
         self.term, self.taken = term, taken
         self.journal = Journal(cluster.api, record)
-        self.unreported: dict[int, Request] = {}
         self._cluster, self._link, self._record = cluster, link, record
         self._strays: dict[str, float] = {}
         self._next_strays = 0.0
@@ -116,31 +114,26 @@ class Keeper:
 
     def report(self) -> Report:
         """Return what this process knows and wants."""
-        cluster, view, processes = self._cluster, self._cluster._view, self._cluster.processes
+        cluster, processes, view = self._cluster, self._cluster.processes, own_view(self._cluster)
         scheduler = cluster.scheduler
         if scheduler is not None and not scheduler.adopted:
             self._app_url = scheduler.info.get("app_url") or self._app_url
         return Report.of(
-            view.sessions,
+            own_sessions(cluster),
             taken=self.taken,
             groups=self._groups(),
             wanted=cluster.groups.wanted(),
-            problem=view.problem,
-            gave_up=view.gave_up,
             failures=processes.failures,
             start_times=processes.start_times,
-            shortages=view.shortages,
-            staying=view.staying,
-            not_stopped=view.not_stopped,
-            is_barred=self._is_barred(),
+            is_barred=self._is_barred(view),
             app_url=self._app_url,
+            **vars(view),
         )
 
-    def _is_barred(self) -> bool:
+    def _is_barred(self, view: View) -> bool:
         """Return whether the platform refuses all launches of this process, and not because of a quota."""
-        shortages = self._cluster._view.shortages.values()
         has_launched = not all(worker.adopted for worker in self._cluster.processes.workers())
-        return any("quota" not in words.lower() for words in shortages) and not has_launched
+        return any("quota" not in words.lower() for words in view.shortages.values()) and not has_launched
 
     def _groups(self) -> dict[str, WantedGroup]:
         groups, wanted = self._cluster.groups, {}
@@ -158,7 +151,11 @@ class Keeper:
             if not (self._link.connected or leaves):  # who leaves does not watch any more
                 return
             # Others may be noted while the scheduler answers.
-            report, events, asked = self.report().to_json(), [*self._events], max(self.unreported, default=0)
+            report, events, asked = (
+                self.report().to_json(),
+                [*self._events],
+                max(self._link.unreported, default=0),
+            )
             n_before = self._n_events - len(events)
             if report == self._published and not (events or asked or leaves):
                 return
@@ -169,8 +166,8 @@ class Keeper:
                 logger.info("Report on cluster %s not taken: %s", self._record.name, error)
                 return
             self._published = report
-            for number in [number for number in self.unreported if number <= asked]:
-                del self.unreported[number]
+            for number in [number for number in self._link.unreported if number <= asked]:
+                del self._link.unreported[number]
             while len(self._events) > self._n_events - n_before - len(events):
                 self._events.popleft()
 

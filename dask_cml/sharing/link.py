@@ -126,6 +126,8 @@ class Link:
         self.connected = False
         self.heard = time.monotonic()
         self._cluster, self._who = cluster, who
+        #: What this process has carried out for its users, and the scheduler may not have heard of.
+        self.unreported: dict[int, Request] = {}
         #: How many requests users of this process have made.
         self._n_asked = 0
         self._posting = asyncio.Lock()
@@ -218,6 +220,11 @@ class Link:
         """Return the number of another request of this process, which the scheduler takes once."""
         self._n_asked += 1
         return self._n_asked
+
+    def take_unreported(self) -> list[tuple[int, Request]]:
+        """Return what is not reported, with its numbers, to post it in their order, and forget it."""
+        unreported, self.unreported = [*self.unreported.items()], {}
+        return unreported
 
     async def post(self, number: int, request: Request) -> None:
         """Post what a user of this process asks for, unless the scheduler has it.

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from typing import Any
 
+from dask_cml.core.view import View
 from dask_cml.options import SessionSize
 from dask_cml.scheduler.board import Letter, WantedGroup
 from dask_cml.sessions.session import Session
 from dask_cml.validation import validate
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
-class Report:
+class Report(View):
     """What a keeper reports: what is wanted, the sessions, and what the next keeper has to know.
 
     Parameters
@@ -30,20 +29,10 @@ class Report:
         The groups of the wanted workers by their names.
     sessions : sequence of mapping
         The sessions, the scheduler's first, see :meth:`of`.
-    problem : str or None
-        The keeper's problem, as a clause.
-    gave_up : mapping of str to str
-        Why the keeper launches no more workers of some groups.
     failures : mapping of str to int
         The failures in a row of groups, after which the next keeper goes on.
     start_times : mapping of str to float
         How long sessions of groups take to start, in seconds.
-    shortages : mapping of str to str
-        Why the platform has launched only some workers of some groups.
-    staying : sequence of str
-        Workers that cannot be stopped now, because no other worker can take their data.
-    not_stopped : str or None
-        Why the platform does not stop sessions, as a sentence.
     is_barred : bool
         Whether the platform has refused all launches of this process, and not because of a quota.
     app_url : str or None
@@ -54,13 +43,8 @@ class Report:
     groups: Mapping[str, WantedGroup] = field(default_factory=dict)
     wanted: Mapping[str, str] = field(default_factory=dict)
     sessions: Sequence[Mapping[str, Any]] = ()
-    problem: str | None = None
-    gave_up: Mapping[str, str] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
     start_times: Mapping[str, float] = field(default_factory=dict)
-    shortages: Mapping[str, str] = field(default_factory=dict)
-    staying: Sequence[str] = ()
-    not_stopped: str | None = None
     is_barred: bool = False
     app_url: str | None = None
 
@@ -85,10 +69,12 @@ class Report:
         groups = {name: vars(group) for name, group in self.groups.items()}
         return {**vars(self), "groups": groups}  # asdict() copies all of thousands of sessions
 
-    def current(self, reported: Mapping[str, T], mail: Sequence[Letter]) -> dict[str, T]:
-        """Return what is reported of groups, but for those that users have asked to change since."""
+    def since(self, mail: Sequence[Letter]) -> Report:
+        """Return the report without what users have asked to change after it."""
         changed = {letter.request.group for letter in mail}
-        return {group: value for group, value in reported.items() if group not in changed}
+        gave_up = {group: why for group, why in self.gave_up.items() if group not in changed}
+        shortages = {group: why for group, why in self.shortages.items() if group not in changed}
+        return replace(self, gave_up=gave_up, shortages=shortages)
 
     def known_sessions(self) -> list[Session]:
         """Return the sessions, the scheduler's first."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dask_cml.core.at_exit import unclosed
 from dask_cml.core.ending import How
 from dask_cml.core.folder import fill_folder
 from dask_cml.core.start import start
+from dask_cml.core.view import View, own_sessions, own_view
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
 from dask_cml.options import Options
@@ -37,7 +38,7 @@ from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import SessionLogs, log_folder
 from dask_cml.sharing.failover import Failover, SchedulerLost
 from dask_cml.sharing.follower import Follower
@@ -87,10 +88,13 @@ class Sharing:
         Talks to the scheduler.
     connects : bool
         Whether another process created the cluster.
+    keeper : Keeper
+        What this process does as the keeper, or did last.
     end : str or None
         Why the cluster has ended, if this process did not ask for it.
     """
 
+    keeper: Keeper
     _ending: asyncio.Task[None]
 
     def __init__(self, cluster: CMLCluster, given: Mapping[str, Any], maker: Maker | None = None) -> None:
@@ -111,7 +115,6 @@ class Sharing:
         self.failover = Failover(self.link, cluster)
         #: A programming error at the last look at the board, as a clause.
         self._failure: str | None = None
-        self._keeper: Keeper | None = None
         self._follower: Follower | None = None
         self._following: asyncio.Task[None] | None = None
         #: What posts the requests of this process's users.
@@ -130,7 +133,7 @@ class Sharing:
     @property
     def keeps(self) -> bool:
         """Whether this process is the keeper, by an answer of the board that is recent enough."""
-        return self._keeper is not None and self.link.keeps(self._keeper.term)
+        return self.role is Role.KEEPER and self.link.keeps(self.keeper.term)
 
     def _rank(self, record: Record) -> Rank:
         """Return whether this process counts as a user of the cluster, and may keep it."""
@@ -146,9 +149,14 @@ class Sharing:
         return self.link.board
 
     @property
-    def view(self) -> Follower | None:
-        """What the keeper says of the sessions. None in the keeper."""
-        return self._follower
+    def view(self) -> View:
+        """What the keeper knows of the sessions, or has said."""
+        return own_view(self._cluster) if self._follower is None else self._follower.view
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        return own_sessions(self._cluster) if self._follower is None else self._follower.sessions
 
     @property
     def problem(self) -> str | None:
@@ -171,10 +179,6 @@ class Sharing:
         """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
         idle = self.link.board.idle
         return None if idle is None else idle + time.monotonic() - self.link.heard
-
-    def news(self) -> Mapping[str, str]:
-        """Return lines for the user, as far as they are true now, by their subjects."""
-        return {} if self._keeper is None else self._keeper.news()
 
     async def ends(self) -> Sequence[str]:
         """Return when the sessions end in any case, as phrases."""
@@ -212,7 +216,7 @@ class Sharing:
         cluster._move(replace(cluster.place, record=record.id, security=security))
         if not record.maker.serves and not self._has_own_name:  # the web UI creates for several users
             self._name_others()
-        self._keeper, self.role = keeper, Role.KEEPER
+        self._keep(keeper)
 
     def _name_others(self) -> None:
         """Name the user's other clusters in this process that have random names, too.
@@ -280,9 +284,13 @@ class Sharing:
                 f"{record.out_of_reach or advice}"
             ) from error
 
+    def _keep(self, keeper: Keeper) -> None:
+        """Launch and stop the sessions from now on."""
+        self.keeper, self._follower, self.role = keeper, None, Role.KEEPER
+
     def _follow_role(self, known: Report) -> None:
         """Show what another process does from now on."""
-        self._keeper, self.role = None, Role.FOLLOWER
+        self.role = Role.FOLLOWER
         self._follower = Follower(self._cluster, self.link, known)
 
     def _enter(self, record: Record) -> None:
@@ -394,16 +402,17 @@ class Sharing:
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
-        is_picked = board.keeper == self.link.id
-        if self._keeper is not None and not (is_picked and board.term == self._keeper.term):
-            await self._yield(self._keeper)
-        if is_picked and self._keeper is None:
-            await self._succeed(board)
-        if self._keeper is not None and not self._cluster.connection.is_subscribed:
+        keeps, is_picked = self.role is Role.KEEPER, board.keeper == self.link.id
+        if keeps and not (is_picked and board.term == self.keeper.term):
+            await self._yield()
+        if self._follower is not None:
+            for number, request in self.link.take_unreported():  # of a term that is over
+                self._post_soon(number, request)
+            if is_picked:
+                await self._succeed(board)
+        if self._follower is None and not self._cluster.connection.is_subscribed:
             await self._cluster.connection.subscribe()
-        taker = self._keeper or self._follower
-        assert taker is not None
-        await taker.take(self.link.board)
+        await (self._follower or self.keeper).take(self.link.board)
 
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on, as the last report says."""
@@ -417,7 +426,7 @@ class Sharing:
             async with cluster._lock:
                 cluster.groups.given(given)
                 await keeper.succeed(record, report, given)
-                self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
+                self._keep(keeper)
         except Exception:  # raised again: another process may be able to, for example to read the record
             with contextlib.suppress(CMLError):
                 last = {"term": board.term, "report": board.report}
@@ -426,26 +435,24 @@ class Sharing:
         cluster._begin_looking(unheard_since=None)
         logger.info("Cluster %s managed by this process", record.name)
 
-    async def _yield(self, keeper: Keeper) -> None:
+    async def _yield(self) -> None:
         """Leave the cluster to the process that keeps it now, and stop nothing."""
         logger.info("Cluster %s managed by another process", self._cluster.options.name)
         await self._cluster._stop_looking()  # a launch that is answered meanwhile is entered into the record
         self._cluster._note_changes_by_hand()
-        self._follow_role(keeper.report())
-        for number, request in keeper.unreported.items():
-            self._post_soon(number, request)
+        self._follow_role(self.keeper.report())
         await self._cluster.ending.yield_sessions()
 
     def carry_out_mail(self) -> None:
         """Carry out what other processes have asked for until now, as far as this process knows it."""
-        if self._keeper is not None:
-            self._keeper.carry_out(self.link.board.mail)
+        if self.role is Role.KEEPER:
+            self.keeper.carry_out(self.link.board.mail)
 
     def asked(self, kind: str, **arguments: Any) -> None:
         """Note what a user of this process has asked for and is carried out here. Report it soon."""
-        if self._keeper is not None and self._following is not None:
-            self._keeper.unreported[self.link.next_number()] = _request(kind, arguments)
-            self._keep_task(self._keeper.publish())
+        if self.role is Role.KEEPER and self._following is not None:
+            self.link.unreported[self.link.next_number()] = _request(kind, arguments)
+            self._keep_task(self.keeper.publish())
 
     def post(self, kind: str, **arguments: Any) -> asyncio.Task[None]:
         """Ask the keeper for what a user of this process wants, in a task. It goes on if nobody awaits it.
@@ -494,43 +501,23 @@ class Sharing:
         if self._follower is not None:
             self._follower.refuse_changes_by_hand()
 
-    async def launched(self, process: CMLProcess) -> None:
-        """Enter a launched session into the record."""
-        if self._keeper is not None:
-            await self._keeper.journal.enter(process)
-
-    async def note(self, processes: Iterable[CMLProcess]) -> None:
-        """Write the state of all sessions into the record."""
-        if self._keeper is not None:
-            await self._keeper.journal.write(processes)
-
-    def event(self, action: str, session: str, **fields: str) -> None:
-        """Note what has become of a session, for the scheduler's log of events."""
-        if self._keeper is not None:
-            self._keeper.event(action, session, **fields)
-
     def tell_clients(self, text: str) -> None:
         """Tell the clients of other processes a line that :meth:`CMLCluster._tell` tells the user here."""
         # What this process says of its own connection is no news for others.
-        if self._keeper is not None and self.failover.problem is None:
-            self._keeper.tell_clients(text)
-
-    async def look(self) -> None:
-        """Take over or stop sessions of the cluster that no process of it uses, as after a crash."""
-        if self._keeper is not None:
-            await self._keeper.find_strays()
+        if self.role is Role.KEEPER and self.failover.problem is None:
+            self.keeper.tell_clients(text)
 
     async def stepped(self) -> None:
         """Write on the board what this process knows and wants."""
-        if self._keeper is not None:
-            await self._keeper.publish()
+        if self.role is Role.KEEPER:
+            await self.keeper.publish()
 
     # -- another scheduler
 
     async def follow_other(self, record: Record) -> None:
         """Follow the last scheduler in the record as soon as it answers, which another process may keep."""
-        if self._keeper is not None:
-            await self._yield(self._keeper)
+        if self.role is Role.KEEPER:
+            await self._yield()
         if record.scheduler.number > self._cluster.place.number:
             self._cluster._tell(
                 f"Cluster {record.name} follows another scheduler, which another process has launched"
@@ -548,8 +535,9 @@ class Sharing:
             mail = [*known.mail]
             if known.report:
                 report = Report.read(known.report)
-        keeper = self._keeper
-        if keeper is None:
+        if self.role is Role.KEEPER:
+            keeper = self.keeper
+        else:
             keeper = Keeper(cluster, self.link, record, last.term, report.taken)
             keeper.restore(report, report.wanted)
         keeper.term = max(keeper.term, last.term) + 1
@@ -584,7 +572,7 @@ class Sharing:
             self.link.rank = Rank.OWNER  # the next sessions belong to this one
             self.is_joined = False
             keeper.renew()
-            self._keeper, self._follower, self.role = keeper, None, Role.KEEPER
+            self._keep(keeper)
             await start(cluster, strict=False)
         cluster._begin_looking()
         cluster._tell(
@@ -618,14 +606,13 @@ class Sharing:
 
     async def close(self, how: How) -> None:
         """Write the record for the last time. If this process leaves, another one keeps the cluster."""
-        keeper = self._keeper
-        if keeper is None:
+        if self.role is not Role.KEEPER:
             return
-        await keeper.journal.write(self._cluster.processes.launched)
+        await self.keeper.journal.write(self._cluster.processes.launched)
         if how is How.LEAVE:
-            await keeper.publish(leaves=True)
+            await self.keeper.publish(leaves=True)
             # Another process keeps it, or nobody answers.
-            for number, request in [*keeper.unreported.items()]:
+            for number, request in self.link.take_unreported():
                 with contextlib.suppress(CMLError):
                     await self.link.post(number, request)
 
@@ -634,11 +621,6 @@ class Sharing:
         self.link.board = BoardState()
         self._follow_role(Report())
         self.role = Role.NONE
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether another process has removed the record."""
-        return self._keeper is not None and self._keeper.journal.gone
 
     async def why_closed(self) -> str | None:
         """Return why the scheduler has closed for good, by its last answer or its file. None: it has not."""
