@@ -384,7 +384,7 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "asks whether a group adapts": (lambda cluster: cluster.groups, "adapts"),
     "resizes a group": (lambda cluster: cluster.groups, "resize"),
     "drops workers": (lambda cluster: cluster.groups, "drop"),
-    "notes a launch": (lambda cluster: cluster.sharing, "launched"),
+    "notes a launch": (lambda cluster: cluster.sharing.keeper.journal, "enter"),
     "stops sessions": (lambda cluster: cluster.processes, "stop"),
     "writes the record": (lambda cluster: cluster.sharing.keeper.journal, "write"),
 }
