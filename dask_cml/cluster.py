@@ -957,20 +957,16 @@ class CMLCluster(SpecCluster):
             await asyncio.wait([self.starting])  # which a cancelled caller does not cancel
             self.starting.result()
         except asyncio.CancelledError:
-            closed_meanwhile = self.ending.has_begun
-            if self._n_starting > 1 and not closed_meanwhile:  # another task still waits
-                raise
-            if not closed_meanwhile:
-                self.ending.note_interrupt()
-            await self.ending.end_failed_start()
-            if closed_meanwhile:
+            if self.ending.has_begun:
+                await self.ending.end_failed_start()
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
-            if self._is_asynchronous:  # otherwise, the interrupted constructor says it
-                self.ending.say_interrupted()
+            if self._n_starting == 1:  # else another task still waits
+                self.ending.note_interrupt()
+                await self.ending.end_failed_start()
+                if self._is_asynchronous:  # otherwise, the interrupted constructor says it
+                    self.ending.say_interrupted()
             raise
-        except GeneratorExit:  # the event loop has ended, so nothing can be awaited; end_now() stops sessions
-            raise
-        except BaseException as error:
+        except Exception as error:
             self.end_reason = f"it did not start: {error}"
             await self.ending.end_failed_start()
             if isinstance(error, CMLError):
