@@ -51,6 +51,7 @@ TOGETHER = (
     "test_serve_browser.py",
     "test_sidebar.py",
     "test_workloads.py",
+    "promises/test_dask_habits.py",
     "promises/test_said.py",
     "promises/test_start.py",
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import NOTEBOOK, arrived, rebuild, simulate
+from clusters import LIGHT, NOTEBOOK, arrived, rebuild, simulate
 from distributed import Client, WorkerPlugin
 from simulated.testing import eventually, simulated
 
@@ -45,19 +45,6 @@ def test_teardowns_and_exit_functions_run_when_workers_close(platform, until, tm
         until(lambda: len([*tmp_path.glob("teardown-*")]) == len([*tmp_path.glob("exit-*")]) == 2)
 
 
-def test_levels_of_loggers_hold_in_workers(platform, until, light):
-    def chat() -> None:
-        logging.getLogger("mine.tasks").info("said in a task")
-
-    with (
-        dask.config.set({"logging": {"mine.tasks": "info"}}),
-        CMLCluster(n_workers=1, platform="local", quiet=True, name="mine") as cluster,
-        Client(cluster) as client,
-    ):
-        client.submit(chat).result()
-        until(lambda: "said in a task" in str(cluster.get_logs()["mine-0"]))
-
-
 PRELOAD = """
 import click
 
@@ -68,49 +55,62 @@ def dask_setup(worker, flavour):
 """
 
 
-def test_workers_that_connect_later_have_uploaded_modules_plugins_and_preloads(platform, light, tmp_path):
-    class Plugin(WorkerPlugin):
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The folder to which HOME is set."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "preload.py").write_text(PRELOAD)
+    (home / "uploaded.py").write_text("VALUE = 3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        yield home
+
+
+@pytest.fixture(scope="module")
+def client(shared_platform, home):
+    """A client whose worker connects after it has uploaded a module and registered a plugin."""
+
+    class Plugin(WorkerPlugin):  # which workers get by value
         def setup(self, worker):
             worker.of_plugin = "set up"
 
-    (tmp_path / "preload.py").write_text(PRELOAD)
-    (tmp_path / "uploaded.py").write_text("VALUE = 3")
     options = {
-        "distributed.worker.preload": [str(tmp_path / "preload.py")],
+        "distributed.worker.preload": [str(home / "preload.py")],
         "distributed.worker.preload-argv": ["--flavour", "sweet"],
+        "logging": {"mine.tasks": "info"},
+        "temporary-directory": "~/of-$CDSW_ENGINE_ID",
     }
     with (
         dask.config.set(options),
-        CMLCluster(n_workers=0, platform="local", quiet=True) as cluster,
+        CMLCluster(n_workers=0, name="mine", platform="local", **LIGHT) as cluster,
         Client(cluster) as client,
     ):
-        client.upload_file(str(tmp_path / "uploaded.py"))
+        client.upload_file(str(home / "uploaded.py"))
         client.register_plugin(Plugin())
         cluster.scale(1)
         client.wait_for_workers(1)
-        found = client.run(
-            lambda dask_worker: (
-                __import__("uploaded").VALUE,
-                dask_worker.of_plugin,
-                dask_worker.flavour,
-            )
-        )
-        assert [*found.values()] == [(3, "set up", "sweet")]
+        yield client
 
 
-def test_the_temporary_folder_of_the_configuration_may_contain_variables(
-    platform, light, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with (
-        dask.config.set({"temporary-directory": "~/of-$CDSW_ENGINE_ID"}),
-        CMLCluster(n_workers=1, platform="local", quiet=True) as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(1)
-        [used] = client.run(lambda dask_worker: dask_worker.local_directory).values()
-        [session] = [session.id for session in cluster.sessions if session.role == "worker"]
-        assert (tmp_path / f"of-{session}") in Path(used).parents
+def test_levels_of_loggers_hold_in_workers(client, until):
+    def chat() -> None:
+        logging.getLogger("mine.tasks").info("said in a task")
+
+    client.submit(chat).result()
+    until(lambda: "said in a task" in str(client.cluster.get_logs()["mine-0"]))
+
+
+def test_workers_that_connect_later_have_uploaded_modules_plugins_and_preloads(client):
+    found = client.run(
+        lambda dask_worker: (__import__("uploaded").VALUE, dask_worker.of_plugin, dask_worker.flavour)
+    )
+    assert [*found.values()] == [(3, "set up", "sweet")]
+
+
+def test_the_temporary_folder_of_the_configuration_may_contain_variables(client, home):
+    [used] = client.run(lambda dask_worker: dask_worker.local_directory).values()
+    [session] = [session.id for session in client.cluster.sessions if session.role == "worker"]
+    assert (home / f"of-{session}") in Path(used).parents
 
 
 @simulated
