@@ -440,7 +440,8 @@ async def n_supplied(cluster: CMLCluster, group: str) -> int:
 
 
 def dashboard_listener(cluster: Any) -> Any:
-    return cluster.sharing._forwarder._listener
+    [listener] = cluster.sharing._forwarder._sockets.values()
+    return listener
 
 
 def name_other_clusters(cluster: Any) -> None:
