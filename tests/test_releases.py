@@ -64,13 +64,9 @@ def test_each_python_of_the_metadata_is_tested():
     assert {row["Python"] for row in TABLE} <= {*named}
 
 
-def test_the_page_names_the_oldest_releases():
+def test_the_page_names_the_oldest_releases_and_those_of_the_images():
     page = (ROOT / "docs/compatibility.md").read_text()
     assert f"distributed {str(required()).removeprefix('>=')} and newer" in page
-
-
-def test_the_page_lists_the_releases_of_the_images():
-    page = (ROOT / "docs/compatibility.md").read_text()
     images = [row for row in TABLE if row["Packages of"] == "JupyterLab image"]
     assert images
     assert [row for row in images if f"| {row['Python']} | {row['distributed']} |" not in page] == []
@@ -83,34 +79,25 @@ def test_the_pages_name_the_wheel_of_this_release():
 
 
 @pytest.mark.skipif(not IMAGES.exists(), reason="needs the repository, not a source distribution")
-@pytest.mark.parametrize(
-    "row", [row for row in TABLE if row["Constraints"]], ids=lambda row: row["Constraints"]
-)
-def test_the_images_constraints_hold_the_release_in_the_table(row):
-    pins = constraints(row["Constraints"])
-    assert pins["distributed"] == pins["dask"] == SpecifierSet(f"=={row['distributed']}")
+def test_the_images_constraints_hold_the_releases_in_the_table_and_exclude_what_the_extras_exclude():
+    for row in TABLE:
+        if row["Constraints"]:
+            pins = constraints(row["Constraints"])
+            assert pins["distributed"] == pins["dask"] == SpecifierSet(f"=={row['distributed']}")
+    for path in IMAGES.glob("*.txt"):
+        python, pins = f"{path.name[2]}.{path.name[3:5]}", constraints(path.name)
+        assert {*pins["pyarrow"]} <= {*required("pyarrow", "notebooks", python)}
+        if "distributed" in pins:
+            assert {*pins["bokeh"]} <= {*required("bokeh", "dashboard", python)}
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['Python']}-{row['distributed']}")
-def test_the_extra_dashboard_excludes_a_bokeh_that_breaks_the_dashboard_of_a_release_in_the_table(row):
-    allowed = required("bokeh", "dashboard", row["Python"])
-    assert "3.1" in allowed
-    broken = [
-        since
-        for since, until in BREAKS
-        if row["distributed"] != "newest" and Version(row["distributed"]) < Version(until)
-    ]
-    assert [*allowed.filter(broken)] == []
-
-
-@pytest.mark.skipif(not IMAGES.exists(), reason="needs the repository, not a source distribution")
-@pytest.mark.parametrize("file", [path.name for path in sorted(IMAGES.glob("*.txt"))])
-def test_the_constraints_of_the_images_exclude_the_same_releases_as_the_extras(file):
-    python = f"{file[2]}.{file[3:5]}"
-    pins = constraints(file)
-    assert {*pins["pyarrow"]} <= {*required("pyarrow", "notebooks", python)}
-    if "distributed" in pins:
-        assert {*pins["bokeh"]} <= {*required("bokeh", "dashboard", python)}
+def test_the_extra_dashboard_excludes_a_bokeh_that_breaks_the_dashboard_of_a_release_in_the_table():
+    for row in TABLE:
+        allowed = required("bokeh", "dashboard", row["Python"])
+        assert "3.1" in allowed
+        if row["distributed"] != "newest":
+            broken = [since for since, until in BREAKS if Version(row["distributed"]) < Version(until)]
+            assert [*allowed.filter(broken)] == []
 
 
 @pytest.mark.skipif(not WORKFLOW.exists(), reason="needs the repository, not a source distribution")

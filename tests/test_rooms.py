@@ -114,36 +114,26 @@ def reaches_inside(path):
     return any(node.attr == "sharing" or ast.unparse(node.value).endswith(CLUSTERS) for node in used)
 
 
-def test_every_part_of_a_room_exists():
-    parts = {name.split(".")[1] for name in FILES if "." in name}
-    assert set().union(*ROOMS.values()) <= parts
-
-
 def test_imports_point_down_only():
+    assert set().union(*ROOMS.values()) <= {name.split(".")[1] for name in FILES if "." in name}
     up = []
     for module in FILES.keys() - {"dask_cml"}:  # which offers names of all rooms
         for other in imports(module) - {"dask_cml"}:
             if ORDER.index(room_of(other)) > ORDER.index(room_of(module)) and (module, other) != ATTACHES:
                 up.append(f"{module} -> {other}")
     assert sorted(up) == []
-
-
-def test_sharing_is_attached_inside_of_a_function():
     cluster, sharing = ATTACHES
     assert sharing in imports(cluster)
     assert sharing not in imports(cluster, inner=False)
 
 
-def test_no_modules_import_each_other():
+def test_no_modules_and_no_packages_import_each_other():
     graph = {module: imports(module) - {"dask_cml"} for module in FILES.keys() - {"dask_cml"}}
     graph[ATTACHES[0]].discard(ATTACHES[1])
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
-
-
-def test_no_packages_import_each_other():
     packages = {path.name for path in ROOT.iterdir() if path.is_dir()}
     imported = set()
     for module in FILES.keys() - {"dask_cml"}:
@@ -157,9 +147,6 @@ def test_the_core_is_small_enough_to_be_read():
     loaded = closure("dask_cml.cluster")
     assert len(loaded) <= MOST_MODULES, "\n".join(sorted(loaded))
     assert sum(map(lines_of_code, loaded)) <= MOST_LINES
-
-
-def test_no_class_has_too_many_methods():
     assert {name: n for name, n in methods_of_classes() if n > MOST_METHODS} == {}
 
 
