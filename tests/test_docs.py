@@ -250,6 +250,11 @@ def test_the_links_of_the_pages_lead_to_files_and_their_headings():
             assert anchor in anchors(file), f"{page.name} has a link to {target}"
 
 
+def test_a_table_has_no_empty_line():
+    for page in PAGES:
+        assert not re.search(r"^\|.*\n\n\|(?!.*\n\|---)", page.read_text(), re.MULTILINE), page
+
+
 def test_the_pages_have_no_more_words_than_somebody_reads():
     words = sum(len(page.read_text().split()) for page in [ROOT / "README.md", *DOCS.glob("*.md")])
     assert words <= 16_000
