@@ -105,30 +105,21 @@ def seen():
     return []
 
 
-def test_each_message_on_the_page_is_provoked_once():
+def test_each_message_on_the_page_is_provoked_once_and_the_headings_are_in_alphabetical_order():
     assert sorted(PROVOKED) == sorted(messages())
-
-
-def test_the_headings_are_in_alphabetical_order():
     *headings, last = re.findall(r"^## (.+)", PAGE.read_text(), re.MULTILINE)
     assert headings == sorted(headings, key=str.lower)
     assert last == "Rare messages"
 
 
 def test_the_rare_messages_are_in_the_code():
-    files = [
-        *Path(dask_cml.__file__).parent.rglob("*.py"),
-        *(Path(module.__file__) for module in (core, tcp)),
-    ]
+    files = [*Path(dask_cml.__file__).parent.rglob("*.py"), Path(core.__file__), Path(tcp.__file__)]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     rows = re.findall(r"^\| (`.+?`) \|", PAGE.read_text(), re.MULTILINE)
-    parts = [
-        part for row in rows for message in re.findall("`(.+?)`", row) for part in re.split("…|: ", message)
-    ]
+    parts = [part for message in re.findall("`(.+?)`", " ".join(rows)) for part in re.split("…|: ", message)]
     assert parts
-    missing = [part for part in parts if not any(part.strip(" :;,") in text for text in texts)]
-    assert missing == []
+    assert [part for part in parts if not any(part.strip(" :;,") in text for text in texts)] == []
 
 
 def make(**options):
@@ -189,11 +180,8 @@ def test_the_page_lists_the_failures_of_a_start(platform, seen):
     fails(seen, SessionFailed, lambda: make(scheduler_args=["--preload", "my_setup"]))
     for fault, seconds in ("hangs", 3), ("stuck", 0.5):
         platform.inject(fault, **scheduler)
-        fails(
-            seen,
-            SchedulerTimeout,
-            lambda timeout=seconds: make(scheduler_timeout=timeout, pending_timeout=timeout),
-        )
+        limits = {"scheduler_timeout": seconds, "pending_timeout": seconds}
+        fails(seen, SchedulerTimeout, lambda limits=limits: make(**limits))
 
 
 @pytest.mark.slow
@@ -280,10 +268,7 @@ async def test_the_page_lists_the_messages_about_lost_sessions(it, seen):
             await future.result()
         seen.append(f"{type(caught.value).__name__}: {caught.value}")
 
-    async with (
-        simulate(name="night", n_workers=1) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
+    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await client.wait_for_workers(1)
         [scattered] = await client.scatter([bytes(1000)])
         it.platform.evict(cluster.sessions[1].id)
@@ -344,10 +329,8 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
         health.look([worker], 0.0)
         health.look([worker], timing.pause)
         seen.append(f"Cluster night: {health.problem}")
-    health.look(
-        [SimpleNamespace(name="night-gpu-0", status=Status.running, extra={"cml": {"found_gpus": "0 of 1"}})],
-        0.0,
-    )
+    found = {"cml": {"found_gpus": "0 of 1"}}
+    health.look([SimpleNamespace(name="night-gpu-0", status=Status.running, extra=found)], 0.0)
     seen.append(f"Cluster night: {health.without_gpus}")
 
 
@@ -406,13 +389,19 @@ def test_the_page_lists_the_messages_about_workers_that_are_to_stop(platform, se
 
 
 @provokes("Cluster cannot run all tasks")
-def test_the_page_lists_the_messages_about_waiting_tasks(platform, seen, until):
-    with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster, Client(cluster) as client:
+@simulated
+async def test_the_page_lists_the_messages_about_waiting_tasks(it, seen):
+    groups = {"gpu": {"nvidia_gpu": 1}}
+    async with (
+        simulate(name="night", worker_groups=groups) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
         waiting = client.map(abs, range(3), resources={"FPGA": 1})
         waiting += client.map(abs, range(3, 5), resources={"GPU": 1})
         waiting.append(client.submit(abs, 5, workers=["night-7"]))
-        until(lambda: all(words in log_of(cluster) for words in ("FPGA", "GPU", "night-7")))
+        await eventually(lambda: all(words in log_of(cluster) for words in ("FPGA", "GPU", "night-7")))
         seen.append(log_of(cluster))
+        del waiting
 
 
 @pytest.mark.slow
