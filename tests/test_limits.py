@@ -10,7 +10,6 @@ from clusters import arrived, create_and_kill, log_of, make, simulate, target, u
 from distributed import Client
 from simulated.testing import eventually, simulated
 
-from dask_cml import output
 from dask_cml.options import SessionSize
 from dask_cml.options.limits import check_room, limits, room
 from dask_cml.records import store
@@ -125,20 +124,6 @@ async def test_scaling_beyond_a_limit_is_refused_and_changes_nothing(it):
 # -- adapting
 
 
-@simulated
-async def test_without_a_maximum_adapting_takes_the_limit(it, caplog):
-    async with simulate() as mine:
-        with limited(cpu=9):
-            assert mine.adapt(interval=None).maximum == 8
-        assert mine.adapt(maximum_cores=3, interval=None).maximum == 3
-        assert "got no maximum" not in caplog.text
-        assert mine.adapt(interval=None).maximum == 100
-        assert output.flush(60)
-        words = f"Cluster {mine.name} adapts to at most 100 workers: adapt() got no maximum"
-        assert caplog.messages.count(words) == 1
-        assert mine.adapt(minimum=200, interval=None).maximum == 200
-
-
 @pytest.mark.slow
 @simulated
 async def test_groups_that_adapt_at_once_share_the_limit(it):
@@ -154,17 +139,6 @@ async def test_groups_that_adapt_at_once_share_the_limit(it):
                 assert len(mine.workers) <= 4
                 del plain, gpu
             assert "workers, because cml.limits.sessions is 5" in log_of(mine)
-
-
-@simulated
-async def test_adaptive_scaling_logs_that_no_worker_fits(it):
-    async with simulate(cpu=8) as mine:
-        with limited(cpu=4):
-            mine.adapt()
-            async with Client(mine, asynchronous=True) as client:
-                future = client.submit(sum, [1, 2])
-                await eventually(lambda: "adapts to 0 of 1 workers, because cml" in log_of(mine))
-                del future
 
 
 # -- hours

@@ -130,7 +130,7 @@ def test_the_state_directory_is_absolute_and_knows_the_home_folder(monkeypatch):
 # -- what values mean
 
 
-def test_memory_is_in_gib_unless_it_says_another_unit():
+def test_memory_is_in_gib_and_times_are_in_seconds_unless_they_say_another_unit():
     amounts = {0.5: 0.5, " 16 ": 16, "1.5GiB": 1.5, "512 MiB": 0.5, "16 GB": 16e9 / 2**30, "16.5": 16.5}
     amounts |= {"1e3": 1000, "1e3 MiB": 1000 / 1024, "200 TiB": 200 * 1024}
     for memory, gib in amounts.items():
@@ -138,39 +138,29 @@ def test_memory_is_in_gib_unless_it_says_another_unit():
         amounts = (options.worker.memory, options.scheduler.memory, options.scratch)
         assert amounts == pytest.approx((gib, gib, gib)), memory
     assert Options.read(scratch="none").scratch == Options.read(scratch=0).scratch == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "nthreads"),
-    [
-        ({"cpu": 0.5}, 1),
-        ({"cpu": 3.9}, 3),
-        ({"cpu": 7, "processes": 2}, 6),
-        ({"cpu": 2, "processes": 4}, 4),
-        ({"cpu": 4, "nthreads": 8}, 8),
-    ],
-)
-def test_threads_are_as_many_as_whole_cpus_and_shared_evenly(options, nthreads):
-    assert Options.read(**options).nthreads == nthreads
-
-
-def test_times_are_seconds_unless_they_say_another_unit():
     for seconds in (3, "3", "3000 ms", timedelta(seconds=3)):
         assert Options.read(worker_timeout=seconds).worker_timeout == 3
 
 
-def test_a_given_security_is_used_unchanged():
-    security = Security(require_encryption=True)
-    assert Options.read(security=security).security is security
+def test_threads_are_as_many_as_whole_cpus_and_shared_evenly():
+    for cpu, processes, nthreads in [(0.5, 1, 1), (3.9, 1, 3), (7, 2, 6), (2, 4, 4)]:
+        assert Options.read(cpu=cpu, processes=processes).nthreads == nthreads
 
 
 def test_options_do_not_change_with_the_given_objects():
+    security = Security(require_encryption=True)
+    assert Options.read(security=security).security is security
     env, arguments = {"A": "1"}, ["--no-show"]
     options = Options.read(env=env, scheduler_args=arguments)
     env["B"] = "2"
     arguments.append("--show")
     assert options.env == {"A": "1"}
     assert options.scheduler_args == ("--no-show",)
+    given = {"zones": ("a", "b"), "label": {"id": 7}}
+    options = Options.read(launch_options=given)
+    given["label"]["id"] = 8
+    assert options.launch_options == {"zones": ["a", "b"], "label": {"id": 7}}  # as JSON represents them
+    assert Options.read(**options.arguments()).launch_options == options.launch_options
 
 
 # -- what is refused
@@ -191,25 +181,18 @@ NAMES = "env: expected names of environment variables, got "
 TWO = "worker_args[0]: expected an option and its value as two strings"
 NO_OTHERS = "options of `dask worker`, and no other words"
 CONTAINERS = {name for name, argument in ARGUMENTS.items() if argument.kind in ("array", "object")}
-NAN, INFINITE = float("nan"), float("inf")
+NAN = float("nan")
 
 REFUSED = [
     ("n_workers", -1, ValueError, WORKERS),
     ("n_workers", 1.5, ValueError, WORKERS),
-    ("n_workers", NAN, ValueError, WORKERS),
     ("n_workers", 100_001, ValueError, WORKERS),
-    ("n_workers", True, TypeError, WORKERS),
     ("n_workers", "2", TypeError, WORKERS),
     ("cpu", 0, ValueError, NUMBER),
-    ("cpu", INFINITE, ValueError, NUMBER),
     ("cpu", "many", TypeError, NUMBER),
     ("memory", 0, ValueError, GIB),
-    ("memory", NAN, ValueError, GIB),
     ("memory", "lots", ValueError, GIB),
-    ("memory", "nan", ValueError, GIB),
-    ("memory", "", ValueError, GIB),
     ("memory", "GiB", ValueError, GIB),
-    ("memory", "-2 GiB", ValueError, GIB),
     ("memory", b"16 GiB", TypeError, GIB),
     ("memory", 4e9, ValueError, "; above 100000, with a unit"),
     ("memory", 8192, ValueError, WITH_UNIT),
@@ -237,20 +220,15 @@ REFUSED = [
     ("worker_args", "--lifetime 1h", TypeError, STRINGS),
     ("worker_args", ["--lifetime", 3600], TypeError, "worker_args[1] of type int: expected a string"),
     ("worker_args", ["a\0b"], ValueError, "worker_args[0]: expected a string without null characters"),
-    ("worker_args", ["--nthreads", "3"], ValueError, "use the argument nthreads"),
     ("worker_args", ["--nthreads=3"], ValueError, "use the argument nthreads"),
     ("worker_args", ["--scheduler-file", "/file"], ValueError, "the cluster sets it"),
-    ("worker_args", ["--host", "10.0.0.7"], ValueError, "each session has its own address"),
-    ("worker_args", ["--version"], ValueError, "the program would end"),
     ("worker_args", ["--nonsense"], ValueError, "expected options of `dask worker`. No such option"),
     ("worker_args", ["--lifetime"], ValueError, "requires an argument"),
     ("worker_args", ["tcp://10.0.0.1:8786"], ValueError, NO_OTHERS),
     ("worker_args", ["--no-nanny", "a", "b"], ValueError, NO_OTHERS),
     ("worker_args", ["--lifetime 1h"], ValueError, TWO),
-    ("worker_args", ["--no-nanny "], ValueError, TWO),
     ("scheduler_args", ["lab"], ValueError, "options of `dask scheduler`, and no other words"),
     ("scheduler_args", ["--shw"], ValueError, "`dask scheduler`. No such option"),
-    ("scheduler_args", ["--interface", "eth0"], ValueError, "the cluster sets --host"),
     ("worker_class", "", ValueError, TEXT),
     ("worker_class", "a\0b", ValueError, TEXT),
     ("launch_options", [("kernel", "r")], TypeError, "of type list: expected a mapping of parameters"),
@@ -264,7 +242,6 @@ REFUSED = [
     ("name", "", ValueError, NAME),
     ("name", "a/b", ValueError, NAME),
     ("name", "-x", ValueError, NAME),
-    ("name", "two\nlines", ValueError, NAME),
     ("name", "x" * 101, ValueError, NAME),
     ("name", "字" * 100, ValueError, "at most 200 bytes"),
     ("name", 3, TypeError, NAME),
@@ -272,14 +249,11 @@ REFUSED = [
     ("pending_timeout", 0, ValueError, SECONDS),
     ("scheduler_timeout", "-5s", ValueError, SECONDS),
     ("worker_timeout", "5 parsecs", ValueError, SECONDS),
-    ("worker_timeout", INFINITE, ValueError, SECONDS),
     ("worker_timeout", "1e999 s", ValueError, SECONDS),
     ("idle_timeout", 0, ValueError, SECONDS),
     ("orphan_timeout", "", ValueError, SECONDS),
-    ("orphan_timeout", [60], TypeError, SECONDS),
     ("log_directory", 3, TypeError, FOLDER),
     ("log_directory", "", ValueError, FOLDER),
-    ("log_directory", "a\0b", ValueError, FOLDER),
     ("log_directory", "${NO_SUCH}/logs", ValueError, "a folder, with variables and a home that this"),
     ("log_directory", "~no-such-user/logs", ValueError, "a folder, with variables and a home that this"),
     ("shutdown_on_close", 1, TypeError, "True or False"),
@@ -444,26 +418,15 @@ def test_text_of_subclasses_of_str_becomes_plain():
     assert {type(text) for text in texts} == {str}
 
 
-@pytest.mark.parametrize("command", [["dask", "cuda", "worker"], ["/opt/bin/dask-cuda-worker"]])
-def test_dask_cuda_starts_a_worker_for_each_gpu(command):
-    assert Options.read(nvidia_gpu=2, worker_command=command).processes == 2
-    with pytest.raises(ValueError, match="invalid processes=1: expected 2, one for each GPU"):
-        Options.read(nvidia_gpu=2, worker_command=command, processes=1)
-    with pytest.raises(ValueError, match="invalid nvidia_gpu=0: expected at least 1 with"):
-        Options.read(worker_command=command)
-
-
-def test_a_session_offers_its_gpus_as_resources():
+def test_a_session_has_a_worker_and_a_resource_for_each_gpu():
     assert Options.read(nvidia_gpu=2).resources == {"GPU": 2}
     assert Options.read(nvidia_gpu=2, resources={"FPGA": 1}).resources == {"FPGA": 1}
-
-
-def test_launch_options_are_stored_as_json_represents_them():
-    given = {"zones": ("a", "b"), "label": {"id": 7}}
-    options = Options.read(launch_options=given)
-    given["label"]["id"] = 8
-    assert options.launch_options == {"zones": ["a", "b"], "label": {"id": 7}}
-    assert Options.read(**options.arguments()).launch_options == options.launch_options
+    for command in ["dask", "cuda", "worker"], ["/opt/bin/dask-cuda-worker"]:
+        assert Options.read(nvidia_gpu=2, worker_command=command).processes == 2
+        with pytest.raises(ValueError, match="invalid processes=1: expected 2, one for each GPU"):
+            Options.read(nvidia_gpu=2, worker_command=command, processes=1)
+        with pytest.raises(ValueError, match="invalid nvidia_gpu=0: expected at least 1 with"):
+            Options.read(worker_command=command)
 
 
 def test_several_processes_in_a_session_need_nannies(stub):

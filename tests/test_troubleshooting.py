@@ -226,6 +226,7 @@ async def test_the_page_lists_the_messages_about_bounds(it, seen, caplog):
         seen += [log_of(cluster), caplog.text]
 
 
+@pytest.mark.slow
 @provokes("Cluster shut down", "Cluster shuts down in")
 @simulated
 async def test_the_page_lists_the_ends_of_clusters(it, seen, monkeypatch):
@@ -255,6 +256,7 @@ async def test_the_page_lists_the_ends_of_clusters(it, seen, monkeypatch):
     await ended(cluster)
 
 
+@pytest.mark.slow
 @provokes(
     "Cluster not connected",
     "FutureCancelledError",
