@@ -7,10 +7,6 @@ import contextlib
 import errno
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from distributed import Client, Scheduler, Worker
@@ -225,13 +221,6 @@ async def test_another_process_keeps_the_cluster_when_the_keepers_connection_clo
         assert await keeper_after(first, "keeper") == "other"
 
 
-async def test_nobody_keeps_a_cluster_without_a_keeper_but_its_owner_and_its_resident(tmp_path):
-    for rank in Rank:
-        async with scheduler_in(prepare(tmp_path / rank.name)) as running, rpc(running.address) as comm:
-            may_keep = rank in (Rank.OWNER, Rank.RESIDENT)
-            assert await keeper_after(comm, "one", rank) == ("one" if may_keep else None)
-
-
 @pytest.mark.parametrize(
     ("kept_by", "rank", "can_launch", "takes_over"),
     [
@@ -244,6 +233,11 @@ async def test_nobody_keeps_a_cluster_without_a_keeper_but_its_owner_and_its_res
         (Rank.USER, Rank.OWNER, False, True),
         (Rank.USER, Rank.USER, False, False),
         (Rank.USER, Rank.RESIDENT, False, False),
+        (None, Rank.OWNER, False, True),
+        (None, Rank.RESIDENT, False, True),
+        (None, Rank.USER, False, False),
+        (None, Rank.COMMAND, False, False),
+        (None, Rank.OBSERVER, False, False),
     ],
 )
 async def test_who_keeps_leaves_the_cluster_to_a_process_of_a_better_rank_that_stays(
@@ -252,16 +246,18 @@ async def test_who_keeps_leaves_the_cluster_to_a_process_of_a_better_rank_that_s
     """A notebook of another session gets it only if the scheduler's session cannot launch."""
     monkeypatch.setattr(timing, "stay", 1000.0)
     async with scheduler_in(prepare(tmp_path / "mine")) as running, rpc(running.address) as comm:
-        keeper = "resident"
-        assert await keeper_after(comm, keeper, Rank.RESIDENT) == keeper
-        barred = report(keeper="resident", term=2, report={"is_barred": not can_launch})
-        await comm.cml_report(**barred)
+        keeper = None if kept_by is None else "resident"
+        if kept_by is not None:
+            assert await keeper_after(comm, keeper, Rank.RESIDENT) == keeper
+            barred = report(keeper="resident", term=2, report={"is_barred": not can_launch})
+            await comm.cml_report(**barred)
         if kept_by is Rank.USER:
             keeper = "user"
             monkeypatch.setattr(timing, "stay", 0.0)
             await until_kept(comm, keeper, kept_by)
             monkeypatch.setattr(timing, "stay", 1000.0)
-        assert await keeper_after(comm, "one", rank) == keeper
+        at_once = "one" if kept_by is None and takes_over else keeper
+        assert await keeper_after(comm, "one", rank) == at_once
         monkeypatch.setattr(timing, "stay", 0.0)
         if takes_over:
             await asyncio.wait_for(until_kept(comm, "one", rank), timing.lease / 2)
@@ -435,85 +431,3 @@ async def test_restarts_in_a_row_count_until_a_task_is_computed_and_sums_go_on(f
     assert failure.startswith("b-1: TypeError")
     assert last["restarts"] == 0
     assert last["activity"] == {"most_workers": 2, "tasks_done": 9, "tasks_failed": 3}
-
-
-# -- real processes
-
-WATCHER = """
-import asyncio, sys
-from distributed.core import rpc
-async def watch():
-    comm = rpc(sys.argv[1])
-    await comm.cml_watch(watcher="keeper", rank=1, who="its user", since=0, wait=0.1)
-    print("there", flush=True)
-    await asyncio.sleep(3600)
-asyncio.run(watch())
-"""
-
-
-@contextlib.contextmanager
-def process(*command, **options):
-    with subprocess.Popen([sys.executable, *map(str, command)], **options) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
-
-
-@contextlib.contextmanager
-def run_dask(program, folder, *arguments):
-    command = ("-m", "dask", program, *arguments)
-    with (folder / f"{program}.log").open("wb") as log, process(*command, stdout=log, stderr=log) as started:
-        yield started
-
-
-@pytest.fixture
-def cluster(folder, until, monkeypatch):
-    """A scheduler's and a worker's process, and the scheduler's address."""
-    prepare(folder, keeper="keeper", orphan_timeout=1, patience=300)
-    for name, value in (FOLDER, folder), (NUMBER, 0):
-        monkeypatch.setenv(name, str(value))
-    arguments = ("--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0")
-    with run_dask("scheduler", folder, *arguments, "--preload", PRELOAD) as scheduler:
-        file = folder / scheduler_file(0)
-        until(file.exists)
-        more = ("--scheduler-file", file, "--no-dashboard", "--death-timeout", "120")
-        with run_dask("worker", folder, *more) as worker:
-            yield scheduler, worker, file_of(folder)["address"]
-
-
-@pytest.mark.slow
-def test_an_orphans_processes_end_when_who_watched_is_killed_not_stopped_and_its_client_leaves(
-    cluster, folder
-):
-    scheduler, worker, address = cluster
-    with process("-c", WATCHER, address, stdout=subprocess.PIPE) as watcher:
-        assert watcher.stdout.readline() == b"there\n"
-        with Client(address, name="Client-worker") as client:  # which is no user
-            watcher.send_signal(signal.SIGSTOP)
-            client.run_on_scheduler(silence())
-            assert scheduler.poll() is None
-        with Client(address) as client:
-            client.wait_for_workers(1)
-            watcher.kill()
-            client.run_on_scheduler(silence())
-            assert client.submit(sum, [1, 2]).result(120) == 3
-            assert scheduler.poll() is worker.poll() is None
-        assert scheduler.wait(120) == 0
-        assert worker.wait(120) == 0
-    assert "orphaned: no process and no client has used it for 1 s" in (folder / "scheduler.log").read_text()
-
-
-def silence():
-    """Return a function for the scheduler, which has no modules of the tests."""
-
-    async def wait(dask_scheduler):
-        """Wait until no process has answered for longer than the orphan's time-out."""
-        watchers = dask_scheduler.plugins["dask-cml"]._watchers
-        while watchers.answers("keeper"):
-            await asyncio.sleep(0.05)
-        later = time.monotonic() + 2
-        while time.monotonic() < later:
-            await asyncio.sleep(0.05)
-
-    return wait
