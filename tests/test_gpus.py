@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from clusters import log_of, make
 from distributed import Client
 
-from dask_cml import CMLCluster
 from dask_cml.options import Options
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.worker import process
@@ -118,38 +116,31 @@ def test_a_group_with_gpus_keeps_the_command_of_its_cluster(dask_cuda):
 # -- real sessions
 
 
-@pytest.fixture
-def patient():
-    """Let a restart of workers take long, as on a loaded machine."""
-    with dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"}):
-        yield
-
-
-async def seen(cluster, client):
-    """Return the GPUs that each worker sees, by the worker's name."""
-    names = {address: worker["name"] for address, worker in cluster.scheduler_info["workers"].items()}
-    answers = await client.run(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return {names[address]: answer for address, answer in answers.items()}
-
-
-@pytest.fixture
-def dask_cuda_worker(tmp_path):
+@pytest.mark.slow
+async def test_dask_cuda_gives_tasks_their_gpu_and_moves_data_before_its_session_stops(
+    platform, tmp_path, holds
+):
     program = tmp_path / "dask-cuda-worker"
     program.write_text(DASK_CUDA_WORKER.format(python=sys.executable))
     program.chmod(0o755)
-    return str(program)
-
-
-@pytest.mark.slow
-async def test_dask_cuda_moves_data_when_the_platform_is_about_to_stop_its_session(
-    platform, dask_cuda_worker, holds
-):
     platform.configure(stop_grace=30)
     async with (
-        make(name="mine", n_workers=1, cpu=2, nvidia_gpu=2, worker_command=[dask_cuda_worker]) as cluster,
+        make(name="mine", n_workers=1, cpu=2, nvidia_gpu=2, worker_command=[str(program)]) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
         await client.wait_for_workers(2)
+        workers = cluster.scheduler_info["workers"].values()
+        assert {worker["name"] for worker in workers} == {"mine-0-0", "mine-0-1"}
+        assert [worker["resources"] for worker in workers] == [{"GPU": 1}, {"GPU": 1}]
+        await holds(lambda: cluster.n_pending == 0)
+        assert await client.submit(sum, [1, 2], resources={"GPU": 1}) == 3
+        with dask.annotate(resources={"GPU": 1}):
+            task = dask.delayed(sum)([1, 2, 3])
+        assert await client.compute(task, optimize_graph=False) == 6
+        other = client.submit(sum, [1], resources={"FPGA": 1}, pure=False)
+        while await client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.unrunnable)) != 1:
+            await asyncio.sleep(0.1)
+        assert other.status == "pending"
         # Clusters that tasks start are none of dask-cml's.
         preloads = await client.run(lambda: dask.config.get("distributed.nanny.preload"))
         assert [*preloads.values()] == [[], []]
@@ -157,28 +148,3 @@ async def test_dask_cuda_moves_data_when_the_platform_is_about_to_stop_its_sessi
         await asyncio.to_thread(platform.evict, session, notice=True)
         await holds(lambda: "Worker mine-0" in log_of(cluster))
         assert "Worker mine-0 evicted, with notice; launching a replacement" in log_of(cluster)
-
-
-@pytest.mark.slow
-def test_tasks_that_ask_for_a_gpu_run_on_workers_with_one(platform, dask_cuda_worker, until):
-    with (
-        CMLCluster(
-            n_workers=1, cpu=2, nvidia_gpu=2, worker_command=[dask_cuda_worker], platform="local", quiet=True
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(2, timeout=120)
-        workers = cluster.scheduler_info["workers"].values()
-        [session] = cluster.worker_spec
-        assert {worker["name"] for worker in workers} == {f"{session}-0", f"{session}-1"}
-        assert [worker["resources"] for worker in workers] == [{"GPU": 1}, {"GPU": 1}]
-        until(lambda: cluster.n_pending == 0)
-        assert client.submit(sum, [1, 2], resources={"GPU": 1}).result(120) == 3
-        with dask.annotate(resources={"GPU": 1}):
-            task = dask.delayed(sum)([1, 2, 3])
-        assert client.compute(task, optimize_graph=False).result(120) == 6
-        other = client.submit(sum, [1], resources={"FPGA": 1}, pure=False)
-        until(lambda: client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.unrunnable)) == 1)
-        assert other.status == "pending"
-        cluster.scale(0)
-        until(lambda: not cluster.workers)

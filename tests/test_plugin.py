@@ -11,9 +11,8 @@ import re
 import pytest
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status, rpc
-from schedulers import RECORD, WATCH, begin_with, post, prepare, report, scheduler_in
+from schedulers import WATCH, begin_with, post, prepare, report, scheduler_in
 
-from dask_cml import protocol
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.protocol import Rank
 from dask_cml.scheduler import state_file
@@ -118,29 +117,6 @@ async def test_a_scheduler_without_its_file_or_of_another_release_does_not_start
 # -- the board
 
 
-async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatch):
-    monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")
-    folder = prepare(tmp_path / "mine", number=3)
-    async with scheduler_in(folder, number=3) as running, rpc(running.address) as comm:
-        assert await comm.cml_hello() == {
-            "protocol": protocol.PROTOCOL,
-            "cluster": "mine",
-            "record": RECORD,
-            "number": 3,
-            "session": "abcdefgh12345678",
-        }
-
-
-async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(scheduler, folder, comm, holds):
-    about = file_of(folder)
-    assert (about["address"], about["id"]) == (scheduler.address, scheduler.id)
-    assert (about["protocol"], about["app_url"]) == (protocol.PROTOCOL, None)
-    await comm.cml_post(**post(kind="scale", n=2))
-    await holds(lambda: file_of(folder)["groups"]["default"]["target"] == 2)
-    await comm.cml_report(**report(report={"app_url": "https://abc.example.com/"}))
-    await holds(lambda: file_of(folder)["app_url"] == "https://abc.example.com/")
-
-
 async def test_the_next_scheduler_begins_with_the_report_the_mail_and_the_posted_numbers(folder):
     async with scheduler_in(folder) as running, rpc(running.address) as comm:
         await comm.cml_post(**post(7, kind="add group", group="gpu", options={"cpu": 2}))
@@ -170,24 +146,6 @@ async def test_each_change_ends_the_wait_of_those_who_watch(scheduler, comm):
         assert answer["revision"] > revision
 
 
-async def test_a_request_that_is_refused_is_answered_in_words_and_changes_nothing(comm):
-    before = await comm.cml_watch(**WATCH)
-    answer = await comm.cml_post(**post(kind="scale", group="no", n=1))
-    assert answer == {"refused": "invalid worker_group='no': expected one of 'default'"}
-    answer = await comm.cml_watch(**WATCH)
-    assert [answer[part] for part in ("revision", "mail")] == [before[part] for part in ("revision", "mail")]
-
-
-async def test_a_cluster_lives_on_without_a_user_when_one_asks_for_that(tmp_path, holds):
-    folder = prepare(tmp_path / "mine", orphan_timeout=300, patience=300)
-    async with scheduler_in(folder) as running, rpc(running.address) as comm:
-        assert not (await comm.cml_watch(**WATCH))["lives_on"]
-        assert file_of(folder)["orphan_timeout"] == 300
-        assert (await comm.cml_live_on())["lives_on"]
-        assert running.plugins["dask-cml"]._watchers.timeout is None
-        await holds(lambda: file_of(folder)["orphan_timeout"] is None)
-
-
 # -- the keeper
 
 
@@ -207,18 +165,6 @@ async def test_the_creator_keeps_the_cluster_before_it_is_connected_but_not_for_
     monkeypatch.setattr(timing, "first_lease", 0.1)
     async with scheduler_in(folder) as running, rpc(running.address) as comm:
         await until_kept(comm, "other")
-
-
-async def test_another_process_keeps_the_cluster_when_the_keepers_connection_closes(
-    scheduler, comm, monkeypatch
-):
-    monkeypatch.setattr(timing, "reconnect", 0.0)
-    async with rpc(scheduler.address) as first:
-        await keeper_after(first, "keeper")
-        assert await keeper_after(comm, "other") == "keeper"
-    await until_kept(comm, "other")
-    async with rpc(scheduler.address) as first:  # which comes back
-        assert await keeper_after(first, "keeper") == "other"
 
 
 @pytest.mark.parametrize(
@@ -349,6 +295,38 @@ async def test_a_worker_whose_session_gets_notice_is_named_until_it_has_left(sch
             while (await comm.cml_watch(**WATCH))["leaving"]:
                 await asyncio.sleep(0.01)
             assert (await comm.cml_last(names=["mine-0"]))["mine-0"]["noticed"]
+            assert await client.gather(futures) == [1, 2, 3]
+
+
+async def test_a_client_that_waits_in_scatter_counts_as_a_task(scheduler, comm):
+    async with Client(scheduler.address, asynchronous=True) as client:
+        scattering = asyncio.ensure_future(client.scatter([1, 2, 3], timeout=60))
+
+        async def waits():
+            return [(work["tasks"], work["resources"]) for work in (await comm.cml_demand())["work"]]
+
+        while await waits() != [(1, {})]:
+            await asyncio.sleep(0.01)
+        async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False):
+            assert await client.gather(await scattering) == [1, 2, 3]
+            assert await waits() == []
+        with pytest.raises(TimeoutError):
+            await client.scatter([4], timeout=0.2)
+        assert await waits() == []
+
+
+async def test_without_a_record_a_worker_whose_session_gets_notice_moves_its_data_too():
+    options = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    async with (
+        Scheduler(port=0, preload=[PRELOAD], **options) as running,
+        Worker(running.address, name="mine-0", nthreads=1, dashboard=False) as first,
+        Client(running.address, asynchronous=True) as client,
+        rpc(running.address) as comm,
+    ):
+        futures = await client.scatter([1, 2, 3])
+        async with Worker(running.address, name="mine-1", nthreads=1, dashboard=False):
+            await comm.cml_notice(names=["mine-0", "gone"])
+            await asyncio.wait_for(first.finished(), 60)
             assert await client.gather(futures) == [1, 2, 3]
 
 

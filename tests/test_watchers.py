@@ -126,17 +126,6 @@ def test_only_processes_of_users_keep_an_orphan_whoever_answers(world, rank):
     assert not world.watchers.answers("other")
 
 
-def test_a_watcher_is_logged_when_it_comes_and_when_it_has_left(world, caplog):
-    caplog.set_level("INFO", logger="distributed.scheduler.dask_cml")
-    for times in (1, 2):
-        world.hear("one")
-        world.hear("one")
-        assert caplog.text.count("Process one watches from tcp://10.0.0.1:1") == times
-        world.leave("one")
-        world.after(STEP)
-        assert caplog.text.count("Process one watches no more") == times
-
-
 def test_a_client_keeps_the_scheduler_until_it_leaves_or_its_connection_closes(world):
     world.client()
     assert world.after(1000) is None
