@@ -15,7 +15,7 @@ from schedulers import WATCH, begin_with, post, prepare, report, scheduler_in
 
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.protocol import Rank
-from dask_cml.scheduler import state_file
+from dask_cml.scheduler import plugin
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PRELOAD
 from dask_cml.timing import timing
@@ -23,7 +23,7 @@ from dask_cml.timing import timing
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(state_file, "_REST", 0.01)
+    monkeypatch.setattr(plugin, "_REST", 0.01)
     monkeypatch.setattr(timing, "scheduler_look", 0.05)
 
 
@@ -98,7 +98,7 @@ async def test_a_preloaded_plugin_starts_once(folder, monkeypatch):
     tasks = asyncio.all_tasks()
     async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD]):
         assert len(begun) == 1
-        writers = [task for task in asyncio.all_tasks() - tasks if "StateFile.run" in repr(task)]
+        writers = [task for task in asyncio.all_tasks() - tasks if "_keep_file" in repr(task)]
         assert len(writers) == 1
     assert all(task.done() for task in writers)
 

@@ -13,19 +13,18 @@ import dask
 import pytest
 from clusters import new_record
 from conftest import PATIENCE
-from schedulers import prepare
+from schedulers import prepare, scheduler_in
 
-from dask_cml.cancellation import cancel
 from dask_cml.layout import board_file, scheduler_file, scheduler_number
 from dask_cml.records import liveness
-from dask_cml.scheduler import state_file
+from dask_cml.scheduler import plugin
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.timing import timing
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(state_file, "_REST", 0.01)
+    monkeypatch.setattr(plugin, "_REST", 0.01)
     monkeypatch.setattr(timing, "sign_of_life", 0.02)
 
 
@@ -72,31 +71,29 @@ def test_the_file_is_replaced_atomically_and_is_its_owners_only(folder):
 async def test_it_is_written_when_something_changes_and_regularly_also_after_an_error(
     folder, holds, monkeypatch, caplog
 ):
-    file, content, write = StateFile(folder, 2), {"n": 1}, StateFile.write
-    errors = [OSError("No space left on device")]
+    write, errors = StateFile.write, []
 
-    def fails_once(self, content):
+    def may_fail(self, content):
         if errors:
             raise errors.pop()
         write(self, content)
 
-    monkeypatch.setattr(StateFile, "write", fails_once)
-    running = asyncio.create_task(file.run(lambda: dict(content)))
-    written = folder / scheduler_file(2)
-    await holds(written.exists)
-    assert "State of the cluster not written: No space left on device" in caplog.text
-    content["n"] = 2
-    file.changed()
-    await holds(lambda: content_of(folder, 2) == {"n": 2})
-    os.utime(written, (0, 0))
-    await holds(lambda: written.stat().st_mtime > 0)
-    running.cancel()
+    monkeypatch.setattr(StateFile, "write", may_fail)
+    async with scheduler_in(folder) as running:
+        board, written = running.plugins["dask-cml"], folder / scheduler_file(0)
+        assert content_of(folder)["orphan_timeout"] is None
+        errors.append(OSError("No space left on device"))
+        board._watchers.timeout = 7.0
+        board._publish()
+        await holds(lambda: content_of(folder)["orphan_timeout"] == 7.0)
+        assert "State of the cluster not written: No space left on device" in caplog.text
+        os.utime(written, (0, 0))
+        await holds(lambda: written.stat().st_mtime > 0)
 
 
 async def test_a_cancelled_write_does_not_replace_a_later_one(folder, holds, monkeypatch):
     """As when the scheduler closes: the last state says why, and nobody may take it for lost."""
-    file, replace, goes_on = StateFile(folder, 0), os.replace, threading.Event()
-    waiting = []
+    replace, goes_on, waiting = os.replace, threading.Event(), []
 
     def replaces_late(*arguments, **options):
         if not waiting:
@@ -104,20 +101,16 @@ async def test_a_cancelled_write_does_not_replace_a_later_one(folder, holds, mon
             goes_on.wait(PATIENCE)
         replace(*arguments, **options)
 
-    monkeypatch.setattr(os, "replace", replaces_late)
-    running = asyncio.create_task(file.run(lambda: {"closed": None}))
-    await holds(lambda: waiting)
-
-    async def close():
-        await cancel(running)
-        file.write({"closed": "idle for 1 s"})
-
-    closing = asyncio.create_task(close())
-    await asyncio.wait([closing], timeout=0.2)
-    goes_on.set()
-    await closing
+    async with scheduler_in(folder) as running:
+        monkeypatch.setattr(os, "replace", replaces_late)
+        await holds(lambda: waiting)
+        running.plugins["dask-cml"]._lifetime.closed = "idle for 1 s"
+        closing = asyncio.create_task(running.close())
+        await asyncio.wait([closing], timeout=0.5)
+        goes_on.set()
+        await closing
     await holds(lambda: len(os.listdir(folder)) == 2)  # no temporary file
-    assert content_of(folder) == {"closed": "idle for 1 s"}
+    assert content_of(folder)["closed"] == "idle for 1 s"
 
 
 def test_an_old_scheduler_writes_nothing_without_its_folder_and_into_a_new_cluster_of_its_name(folder):

@@ -26,7 +26,7 @@ from distributed.scheduler import Scheduler, WorkerState, WorkerStatusPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import compat, protocol
-from dask_cml.cancellation import cancel, wait_until_set, within
+from dask_cml.cancellation import cancel, to_the_end, wait_until_set, within
 from dask_cml.handshake import LimitedConnector
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
@@ -49,6 +49,8 @@ from dask_cml.validation import validate
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
+#: Seconds between two changes of the scheduler's file.
+_REST = 1.0
 #: Maximum number of failed tasks that are remembered, and of characters for one.
 _MOST_FAILURES, _LONGEST_FAILURE = 5, 200
 _WORKERS_DIED = "the workers that ran it died"
@@ -79,6 +81,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._serves_dashboard = True
         #: Counts the changes of what watchers are told. The event is set at the next one.
         self._revision, self._changed = 1, asyncio.Event()
+        #: The last revision that is in the scheduler's file.
+        self._saved = 0
         #: The monotonic time since when no task has waited or run. Infinite: some do.
         self._idle_since = time.monotonic()
         #: All that watchers know of the Dask workers.
@@ -128,13 +132,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
         names = (*protocol.HANDLERS, "scatter", "subscribe_worker_status", "terminate")
         scheduler.handlers |= {name: getattr(self, name.removeprefix("cml_")) for name in names}
-        await self._file.save(self._state())
+        await self._save()
         checks = [self._check_watchers, self._check_workers]
         checks += [functools.partial(move, scheduler) for move in (balance, unload_full_workers)]
         self._periodic = [PeriodicCallback(check, timing.scheduler_look * 1000) for check in checks]
         for callback in self._periodic:
             callback.start()
-        self._writing = asyncio.create_task(self._file.run(self._state))
+        self._writing = asyncio.create_task(self._keep_file())
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself, and tell the clients if the cluster ends."""
@@ -197,6 +201,23 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             or self._resident.problem,
             "idle": self._idle,
         }
+
+    async def _keep_file(self) -> None:
+        """Write the scheduler's file when something changes, and regularly."""
+        while True:
+            await asyncio.sleep(_REST)
+            if self._saved == self._revision:
+                await wait_until_set(self._changed, timing.sign_of_life)
+            await self._save()
+
+    async def _save(self) -> None:
+        revision = self._revision
+        try:
+            # A cancellation waits: the scheduler's last state must not be written before this state.
+            await to_the_end(self._file.write, self._state())
+            self._saved = revision
+        except OSError as error:
+            logger.warning("State of the cluster not written: %s", error)
 
     def _session_of(self, worker: WorkerState) -> tuple[str, str] | None:
         """Return the group and the name of the session in which a Dask worker runs."""
@@ -377,7 +398,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _publish(self) -> None:
         """Answer the watchers, and write the scheduler's file."""
-        self._file.changed()
         self._revision += 1
         self._changed.set()
         self._changed = asyncio.Event()

@@ -11,22 +11,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dask_cml.cancellation import to_the_end, wait_until_set
 from dask_cml.layout import board_file, scheduler_file
 from dask_cml.private_files import read_file, write_file
-from dask_cml.timing import timing
 
-logger = logging.getLogger("distributed.scheduler.dask_cml")
-
-#: Seconds between two changes of the file.
-_REST = 1.0
 #: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
 _STALE_FOR = 30.0
 
@@ -34,7 +27,7 @@ T = TypeVar("T")
 
 
 class StateFile:
-    """Keeps the scheduler's file up to date.
+    """The file in which a scheduler says how to reach it, and the one with which it begins.
 
     Parameters
     ----------
@@ -48,7 +41,6 @@ class StateFile:
         self.folder = folder
         self.number = number
         self._board, self._file = folder / board_file(number), folder / scheduler_file(number)
-        self._changed = asyncio.Event()
         #: The file with which the scheduler began. Another cluster of this name has another file.
         self._begun: bytes | None = None
 
@@ -63,33 +55,6 @@ class StateFile:
         self._begun = read_file(self._board)
         content: Mapping[str, Any] = json.loads(self._begun)
         return content
-
-    def changed(self) -> None:
-        """Write the file soon."""
-        self._changed.set()
-
-    async def run(self, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Write the file when something changes, and regularly.
-
-        Parameters
-        ----------
-        content : callable
-            Returns the content, for JSON.
-        """
-        while True:
-            await asyncio.sleep(_REST)
-            await wait_until_set(self._changed, timing.sign_of_life)
-            await self.save(content())
-
-    async def save(self, content: Mapping[str, Any]) -> None:
-        """Write the file. Log errors: :meth:`run` tries again."""
-        self._changed.clear()
-        try:
-            # A cancellation waits: the scheduler's last state must not be written before this state.
-            await to_the_end(self.write, content)
-        except OSError as error:
-            self._changed.set()
-            logger.warning("State of the cluster not written: %s", error)
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace the file atomically. Blocks.
@@ -114,4 +79,4 @@ async def unless_stale(action: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno != errno.ESTALE or time.monotonic() > deadline:
                 raise
-        await asyncio.sleep(_REST / 2)
+        await asyncio.sleep(0.5)
