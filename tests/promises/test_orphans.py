@@ -18,17 +18,11 @@ WHY = "orphaned: no process and no client has used it for 60 s"
 
 
 @simulated
-async def test_a_cluster_of_a_killed_process_ends_after_its_orphan_timeout(it):
+async def test_a_cluster_of_a_killed_process_ends_says_why_and_its_folder_goes_with_prune(it):
     await create_and_kill(it, **LAB, orphan_timeout="60s")
     await asyncio.sleep(40.0)
     assert len(it.platform.running) == 3
     await eventually(lambda: not it.platform.live, 60.0)
-
-
-@simulated
-async def test_its_folder_stays_says_why_it_ended_and_goes_with_prune(it):
-    await create_and_kill(it, **LAB, orphan_timeout="60s")
-    await eventually(lambda: not it.platform.live)
     [row] = await shell_json("list")
     assert (row["name"], row["status"]) == ("lab", "stale")
     assert WHY in await shell("info", "lab")
