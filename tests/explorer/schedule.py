@@ -38,38 +38,19 @@ class Crash:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that an episode does.
+    """All that an episode does."""
 
-    Parameters
-    ----------
-    seed : object
-        Decides what the platform does.
-    options : mapping
-        The arguments of the cluster.
-    steps : tuple of Step
-        What is done, in its order.
-    crashes : mapping of str to Crash
-        When processes end, by their names.
-    weather : str
-        What goes wrong on the platform at first.
-    named : bool
-        Whether sessions have names on the platform.
-    names_workers : bool
-        Whether the creator's class has its own names of workers.
-    ending : str
-        How it ends.
-    last : mapping of str to int
-        The last request, by worker group.
-    """
-
+    #: Decides what the platform does.
     seed: object
     options: Mapping[str, Any]
     steps: tuple[Step, ...]
     crashes: Mapping[str, Crash] = field(default_factory=dict)
     weather: str = "calm"
+    #: Whether sessions have names on the platform, and the creator's class its own names of workers.
     named: bool = True
     names_workers: bool = False
     ending: str = "settle"
+    #: The last request, by worker group.
     last: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -83,28 +64,12 @@ class Schedule:
 
 
 def schedule_of(seed: int, more: Collection[str] = ()) -> Schedule:
-    """Return the schedule of a seed.
-
-    Parameters
-    ----------
-    seed : int
-        The seed.
-    more : collection of str
-        Which steps of :data:`MORE` may happen, too.
-    """
+    """Return the schedule of a seed."""
     return _Writer(random.Random(f"schedule {seed}"), more).write(seed)
 
 
 class _Writer:
-    """Writes a schedule.
-
-    Parameters
-    ----------
-    chance : random.Random
-        Decides.
-    more : collection of str
-        Which steps of :data:`MORE` may happen, too.
-    """
+    """Writes a schedule."""
 
     def __init__(self, chance: random.Random, more: Collection[str]) -> None:
         # Of many kinds only some, so that they meet different others.
