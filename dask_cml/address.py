@@ -22,7 +22,6 @@ from distributed.security import Security
 
 from dask_cml import compat, errors, output
 from dask_cml.core.at_exit import unclosed
-from dask_cml.handshake import LimitedConnector
 from dask_cml.options import state_directory
 from dask_cml.output import get_logger
 from dask_cml.protocol import END, LINES
@@ -107,7 +106,7 @@ class CMLConnector(Connector):
             connection_args |= await _in_thread(tls.connection_args, security, scheduler)
         scheme, location = parse_address(scheduler)
         why = record.out_of_reach
-        connector = LimitedConnector(get_backend(scheme).get_connector(), why)
+        connector = compat.LimitedConnector(get_backend(scheme).get_connector(), why)
         unreachable = f"cannot reach the scheduler of cluster {record.name!r} at {scheduler}"
         try:
             comm = await connector.connect(location, deserialize=deserialize, **connection_args)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import dask.config
+from dask.utils import parse_timedelta
 from distributed.client import Client
-from distributed.comm.core import Connector
+from distributed.comm.core import Comm, Connector
 from distributed.comm.registry import get_backend
 from distributed.core import Status
 from distributed.nanny import Nanny, WorkerProcess
@@ -29,58 +30,59 @@ from dask_cml.cancellation import within
 # -- connections
 
 
-def limit_handshake(comm: Any, seconds: float, why: str | None = None) -> None:
-    """Limit the time of Dask's handshake on a new connection.
+class LimitedConnector(Connector):
+    """Connects by another connector, and limits the time of Dask's handshake; see :func:`limit_handshakes`.
+
+    Parameters
+    ----------
+    connector : Connector
+        The other connector.
+    why : str, optional
+        Why the peer may not answer, as a clause for the error.
+    """
+
+    def __init__(self, connector: Connector, why: str | None = None) -> None:
+        self._connector, self._why = connector, why
+
+    async def connect(self, address: str, deserialize: bool = True, **connection_args: Any) -> Comm:
+        """Connect by the other connector. The first message that is read is the handshake.
+
+        Raises
+        ------
+        OSError
+            If the other connector does not connect. Reading raises it if the handshake does not come in time.
+        """
+        comm = await self._connector.connect(address, deserialize=deserialize, **connection_args)
+        seconds = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
+        read = comm.read
+
+        async def read_handshake(*arguments: Any, **more: Any) -> Any:
+            vars(comm).pop("read", None)  # a second limit may have removed it
+            try:
+                return await within(seconds, read(*arguments, **more))
+            except asyncio.TimeoutError:
+                comm.abort()
+                silent = f"{comm.peer_address} accepts connections, but did not answer within {seconds:g} s"
+                raise OSError("; ".join(filter(None, (silent, self._why)))) from None
+
+        comm.read = read_handshake
+        return comm
+
+
+def limit_handshakes() -> None:
+    """Limit the time of Dask's handshake on each new connection of this process.
 
     Why: connect (comm/core.py:377) limits the time until a connection is open, with TLS, and then waits for
-    the peer's handshake without a limit. If a service mesh accepts the connection, it never comes.
+    the peer's handshake without a limit. If a service mesh accepts the connection, it never comes. A
+    backend's connector cannot be chosen.
 
     Releases: distributed 2024.5 and later.
 
     Until: distributed applies ``distributed.comm.timeouts.connect`` to the handshake, too.
-
-    Parameters
-    ----------
-    comm : distributed.comm.core.Comm
-        The connection. The first message that is read is the handshake.
-    seconds : float
-        The limit. After it, reading raises OSError.
-    why : str, optional
-        Why the peer may not answer, as a clause for the error.
-    """
-    read = comm.read
-
-    async def read_handshake(*arguments: Any, **more: Any) -> Any:
-        vars(comm).pop("read", None)  # a second limit may have removed it
-        try:
-            return await within(seconds, read(*arguments, **more))
-        except asyncio.TimeoutError:
-            comm.abort()
-            silent = f"{comm.peer_address} accepts connections, but did not answer within {seconds:g} s"
-            raise OSError("; ".join(filter(None, (silent, why)))) from None
-
-    comm.read = read_handshake
-
-
-@functools.cache  # several Dask workers share a process
-def connect_by(wrap: Callable[[Connector], Connector]) -> None:
-    """Let all connections of this process be opened by connectors of ours.
-
-    Why: every connection of a scheduler and a worker needs a limit for its handshake, and a backend's
-    connector cannot be chosen.
-
-    Releases: distributed 2024.5 and later.
-
-    Until: ``limit_handshake`` is not needed.
-
-    Parameters
-    ----------
-    wrap : callable
-        Returns our connector, which connects by the one that it gets.
     """
     for scheme in ("tcp", "tls"):
         backend = get_backend(scheme)
-        backend.get_connector = lambda old=backend.get_connector: wrap(old())  # type: ignore[method-assign, misc]
+        backend.get_connector = lambda old=backend.get_connector: LimitedConnector(old())  # type: ignore[method-assign, misc]
 
 
 # -- clients

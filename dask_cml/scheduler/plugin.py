@@ -27,7 +27,6 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import compat, protocol
 from dask_cml.cancellation import cancel, to_the_end, wait_until_set, within
-from dask_cml.handshake import LimitedConnector
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
 from dask_cml.naming import DEFAULT_GROUP, session_of
@@ -583,7 +582,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    compat.connect_by(LimitedConnector)
+    compat.limit_handshakes()
     find_modules()
     foreign_sockets = dashboard_guard.protect(scheduler)
     if FOLDER not in os.environ:  # without a record: dask_utils has launched it, and nobody watches it

@@ -31,7 +31,6 @@ from distributed.nanny import Nanny
 from distributed.worker import Worker
 
 from dask_cml import compat
-from dask_cml.handshake import LimitedConnector
 from dask_cml.inheritance import find_modules
 from dask_cml.layout import FOUND_GPUS, GPUS, NANNY_PRELOAD, WORKER, WORKER_GROUP
 from dask_cml.protocol import EXITED, NOTICE
@@ -56,7 +55,7 @@ _servers: list[Any] = []
 
 async def dask_setup(server: Any) -> None:
     """Prepare the process of a worker, or of nannies."""
-    compat.connect_by(LimitedConnector)
+    compat.limit_handshakes()
     compat.find_keys_by_address()  # for clients that tasks create
     _ignore_sigterm()
     if isinstance(server, Worker):

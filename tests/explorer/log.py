@@ -71,7 +71,7 @@ def _passes_through_ours(error: BaseException | None) -> bool:
     """Return whether code of dask-cml called what raised an error, or what caused it."""
     while error is not None:
         for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename.endswith("/dask_cml/handshake.py") or frame.name in _PASS_ON:
+            if frame.filename.endswith("/dask_cml/compat.py") or frame.name in _PASS_ON:
                 break  # Dask connects, and logs that a connection breaks without this code, too
             if "/dask_cml/" in frame.filename:
                 return True
