@@ -45,17 +45,11 @@ class Terminal(io.StringIO):
         return self.getvalue().split("\r\x1b[2K")[1:]
 
 
-def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0.0):
-    session = None if status is None else SimpleNamespace(id=f"id{n}", name=f"c-{n}", status=status)
-    if session:
-        session.waits_for = waits_for
-    return SimpleNamespace(
-        name=f"c-{n}",
-        role=role,
-        session=session,
-        waits_for=waits_for,
-        launched_at=launched_at,
-    )
+def process(n=0, status="starting", role="worker", waits_for=None):
+    session = None
+    if status is not None:
+        session = SimpleNamespace(id=f"id{n}", name=f"c-{n}", status=status, waits_for=waits_for)
+    return SimpleNamespace(name=f"c-{n}", role=role, session=session, waits_for=waits_for, launched_at=0.0)
 
 
 def start_display(processes, name="c", connected=(), out=None):
@@ -85,7 +79,17 @@ def terminal(monkeypatch):
     return Terminal()
 
 
-# -- the line
+@contextlib.asynccontextmanager
+async def shown(display):
+    """Show a display until the end of the block."""
+    showing = asyncio.create_task(display.run())
+    yield
+    await cancel(showing)
+
+
+# -- the display
+
+STARTED = "Cluster c started in 0 s"
 
 
 def test_the_line_counts_the_sessions_by_their_status(clock):
@@ -96,46 +100,38 @@ def test_the_line_counts_the_sessions_by_their_status(clock):
     clock.now = 180.0
     counts = "930 workers: 499 connected, 400 running, 30 queued, 1 not launched yet"
     assert display.line() == f"Starting c, 3 min: scheduler connected; {counts}"
-
-
-def test_a_queued_scheduler_shows_for_how_long_it_waits(clock):
-    line = start_display([process(0, "scheduling", waits_for=180)]).line()
-    assert line == "Starting c, 0 s: scheduler queued for 3 min; no workers"
-
-
-def test_a_worker_of_a_subclass_may_have_a_number_for_its_name():
-    line = StartDisplay(starting(scheduler=process(0)), [0]).line()
+    display = start_display([process(0, "scheduling", waits_for=180)])
+    assert display.line() == "Starting c, 0 s: scheduler queued for 3 min; no workers"
+    line = StartDisplay(starting(scheduler=process(0)), [0]).line()  # as a worker of a subclass may be named
     assert line.endswith("; 1 worker: 0 connected, 1 not launched yet")
 
 
-# -- the display
-
-STARTED = "Cluster c started in 0 s"
-
-
-@pytest.mark.parametrize(
-    ("statuses", "connected", "line"),
-    [
-        ([], [], " with no workers"),
-        (["running"], [], "; its worker connects when it has started"),
-        (["queued"], [], "; 1 worker: 0 connected, 1 queued"),
-        (["running", "running"], ["c-2"], "; 2 workers: 1 connected, 1 running"),
-        (["running", "running"], ["c-1", "c-2"], " with 2 workers"),
-    ],
-)
-async def test_one_line_is_left_when_the_start_ends(clock, terminal, statuses, connected, line):
-    workers = [process(n, status) for n, status in enumerate(statuses, 1)]
-    await start_display([process(0), *workers], connected=connected, out=terminal).end(True)
-    assert terminal.lines() == [f"{STARTED}{line}\n"]
+LEFT = [
+    ([], [], " with no workers"),
+    (["running"], [], "; its worker connects when it has started"),
+    (["queued"], [], "; 1 worker: 0 connected, 1 queued"),
+    (["running", "running"], ["c-2"], "; 2 workers: 1 connected, 1 running"),
+    (["running", "running"], ["c-1", "c-2"], " with 2 workers"),
+]
 
 
-async def test_nothing_is_left_when_the_start_fails(terminal, holds):
-    display = start_display([process(0)], out=terminal)
-    showing = asyncio.create_task(display.run())
-    await holds(terminal.lines)
-    display.notice = "its workers need more"
-    await holds(lambda: terminal.lines()[-1].endswith("; no workers; its workers need more"))
-    await cancel(showing)
+async def test_one_line_is_left_when_the_start_ends(clock, terminal):
+    for statuses, connected, line in LEFT:
+        out = Terminal()
+        workers = [process(n, status) for n, status in enumerate(statuses, 1)]
+        await start_display([process(0), *workers], connected=connected, out=out).end(True)
+        assert out.lines() == [f"{STARTED}{line}\n"]
+
+
+async def test_a_line_can_be_overwritten_and_nothing_is_left_when_the_start_fails(terminal, holds):
+    scheduler = process(status="x" * 500)
+    display = start_display([scheduler], out=terminal)
+    async with shown(display):
+        await holds(terminal.lines)
+        assert len(terminal.lines()[0]) == 79
+        scheduler.session.status = "starting"
+        display.notice = "its workers need more"
+        await holds(lambda: terminal.lines()[-1].endswith("; no workers; its workers need more"))
     await display.end(False)
     assert terminal.lines()[-1] == ""
 
@@ -151,42 +147,30 @@ async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(ho
     terminal.write = write
     monkeypatch.setattr("dask_cml.display._PATIENCE", 0.01)
     display = start_display([process()], out=terminal)
-    showing = asyncio.create_task(display.run())
-    await holds(stopped.is_set)
-    await cancel(showing)
+    async with shown(display):
+        await holds(stopped.is_set)
     await display.end(True)
     assert terminal.lines() == []
     continued.set()
     await holds(lambda: terminal.lines()[-1:] == [f"{STARTED} with no workers\n"])
 
 
-async def test_a_line_is_cut_so_that_it_can_be_overwritten(terminal, holds):
-    display = start_display([process(status="x" * 500)], out=terminal)
-    showing = asyncio.create_task(display.run())
-    await holds(terminal.lines)
-    await cancel(showing)
-    assert len(terminal.lines()[0]) == 79
-    await display.end(False)
-
-
-@pytest.mark.parametrize("kind", ["xterm", "dumb"])
-async def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypatch, clock, holds, kind):
-    monkeypatch.setenv("TERM", kind)
-    out = io.StringIO() if kind == "xterm" else Terminal()
-    scheduler = process(status="scheduling")
-    display = start_display([scheduler], out=out)
-    showing = asyncio.create_task(display.run())
-    await asyncio.to_thread(output.flush, 60)
-    assert out.getvalue() == ""
-    scheduler.waits_for = scheduler.session.waits_for = 60.0  # it may wait for hours
-    await holds(out.getvalue)
-    scheduler.session.waits_for = 120.0
-    await asyncio.sleep(2 * screens._INTERVAL)
-    await cancel(showing)
-    await display.end(True)
-    waits, started = out.getvalue().splitlines()
-    assert waits == "Starting c, 0 s: scheduler queued for 60 s; no workers"
-    assert started == f"{STARTED} with no workers"
+async def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypatch, clock, holds):
+    for kind, out in {"xterm": io.StringIO(), "dumb": Terminal()}.items():
+        monkeypatch.setenv("TERM", kind)
+        scheduler = process(status="scheduling")
+        display = start_display([scheduler], out=out)
+        async with shown(display):
+            await asyncio.to_thread(output.flush, 60)
+            assert out.getvalue() == ""
+            scheduler.waits_for = scheduler.session.waits_for = 60.0  # it may wait for hours
+            await holds(out.getvalue)
+            scheduler.session.waits_for = 120.0
+            await asyncio.sleep(2 * screens._INTERVAL)
+        await display.end(True)
+        waits, started = out.getvalue().splitlines()
+        assert waits == "Starting c, 0 s: scheduler queued for 60 s; no workers"
+        assert started == f"{STARTED} with no workers"
 
 
 ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
@@ -194,13 +178,12 @@ ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 
 async def test_control_characters_of_others_do_not_reach_a_terminal(terminal, holds):
     display = start_display([process(status=STEERING)], f"c{STEERING}", out=terminal)
-    showing = asyncio.create_task(display.run())
-    await holds(terminal.lines)
-    await cancel(showing)
+    async with shown(display):
+        await holds(terminal.lines)
     await display.end(True)
-    for shown in terminal.lines()[0], terminal.lines()[-1].rstrip("\n"):
-        assert ESCAPED in shown.lower()
-        assert shown.isprintable()
+    for line in terminal.lines()[0], terminal.lines()[-1].rstrip("\n"):
+        assert ESCAPED in line.lower()
+        assert line.isprintable()
 
 
 async def test_control_characters_of_a_refusal_do_not_reach_a_terminal(platform):
@@ -303,6 +286,7 @@ async def test_the_widgets_status_has_no_row_without_content(it):
         assert not re.search(r"<td[^>]*>\s*</td>", status.value)
 
 
+@pytest.mark.slow
 @simulated
 async def test_of_many_sessions_the_scheduler_and_those_that_are_not_connected_are_shown(it):
     async with simulate(name="night", n_workers=60) as cluster:
@@ -316,20 +300,10 @@ async def test_of_many_sessions_the_scheduler_and_those_that_are_not_connected_a
         assert cluster._repr_html_().count("Local directory") == 20
 
 
-@pytest.mark.usefixtures("light")
-async def test_names_are_escaped_in_html(platform, holds):
-    name = "<i>&\"'"
-    async with CMLCluster(n_workers=1, name=name, platform="local", asynchronous=True, quiet=True) as cluster:
-        await holds(lambda: cluster.scheduler_info["workers"])
-        shown = cluster._repr_html_()
-    assert "<i>" not in shown
-    assert html.unescape(shown).count(f"{name}-0") > 1
-    assert "CMLCluster</h3>" in shown
-
-
 HTML = "<img src=x onerror=alert(1)>"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("light")
 async def test_no_task_puts_html_into_a_notebook(platform, holds):
     def show(place, html):
@@ -337,7 +311,7 @@ async def test_no_task_puts_html_into_a_notebook(platform, holds):
         get_worker().metrics[place] = lambda _: [html]
 
     async with (
-        make(name="<i>mine", n_workers=1) as cluster,
+        make(name="<i>&\"'", n_workers=1) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
         await holds(lambda: cluster.scheduler_info["workers"])
@@ -356,18 +330,19 @@ async def test_no_task_puts_html_into_a_notebook(platform, holds):
     for text in shown:
         assert "<img" not in text
         assert "<i>" not in text
+    assert html.unescape(shown[0]).count(f"{cluster.name}-0") > 1
+    assert "CMLCluster</h3>" in shown[0]
     assert shown[0].count(html.escape(HTML)) == 3
 
 
-@pytest.mark.parametrize("url", ["javascript:alert(1)//", 'https://x.example/"onclick=alert(1)//'])
-def test_only_links_of_the_web_are_shown(url):
-    session = Session(
-        "id0", "worker", "c-0", "running", None, url, datetime.now(timezone.utc), SessionSize(1, 1)
-    )
-    table = screens.render("cml_session_table.html.j2", rows=[(session, "running")], n_sessions=1)
-    assert "id0" in table
-    assert "<a" not in table
-    assert Record("c", scheduler=SchedulerState(app_url=url)).dashboard_link is None
+def test_only_links_of_the_web_are_shown():
+    for url in "javascript:alert(1)//", 'https://x.example/"onclick=alert(1)//':
+        now = datetime.now(timezone.utc)
+        session = Session("id0", "worker", "c-0", "running", None, url, now, SessionSize(1, 1))
+        table = screens.render("cml_session_table.html.j2", rows=[(session, "running")], n_sessions=1)
+        assert "id0" in table
+        assert "<a" not in table
+        assert Record("c", scheduler=SchedulerState(app_url=url)).dashboard_link is None
 
 
 # -- Ctrl-C
