@@ -185,6 +185,7 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
             await shown.scale(3)  # as dask-labextension does, which shows the error
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_last_change_in_the_sidebar_counts(it, monkeypatch):
     join, waits = CommandedCluster.from_name, [0.5, 0.0]

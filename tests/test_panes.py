@@ -12,6 +12,8 @@ from distributed import Client, get_task_stream, performance_report
 
 from dask_cml import CMLCluster
 
+pytestmark = pytest.mark.slow
+
 # The scheduler's session cannot import this module.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -31,7 +33,6 @@ def compute(client):
     return client.gather(client.map(lambda number: number + 1, range(20), pure=False))
 
 
-@pytest.mark.slow
 @pytest.mark.images
 def test_the_reports_of_a_computation_are_written(client, tmp_path):
     with performance_report(tmp_path / "report.html"):
@@ -44,7 +45,6 @@ def test_the_reports_of_a_computation_are_written(client, tmp_path):
     assert "Dask Profile" in (tmp_path / "profile.html").read_text()
 
 
-@pytest.mark.slow
 def test_every_pane_updates(client):
     assert client.run_on_scheduler(errors_of_updates) == {}
 

@@ -234,6 +234,7 @@ async def test_a_name_in_use_is_refused(server):
     assert (await server.request("DELETE", "/api/clusters/day")).status == 200
 
 
+@pytest.mark.slow
 @on_page
 async def test_a_late_refusal_of_a_name_does_not_hide_its_cluster(server, monkeypatch):
     async def start_late(cluster):
@@ -257,6 +258,7 @@ async def test_deleting_a_starting_cluster_leaves_no_session(server, it, monkeyp
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
+@pytest.mark.slow
 @on_page
 async def test_the_page_keeps_its_cluster_while_the_record_cannot_be_read_until_it_ends(server, monkeypatch):
     await server.post("/api/clusters", name="night", idle_timeout="20s")
@@ -286,6 +288,7 @@ async def test_deleting_a_cluster_that_did_not_start_stops_what_could_not_be_sto
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
+@pytest.mark.slow
 @on_page
 async def test_sessions_that_cannot_be_stopped_are_told_and_stopped_by_another_delete_or_close(server, it):
     await leave("day")
@@ -311,6 +314,7 @@ async def test_sessions_that_cannot_be_stopped_are_told_and_stopped_by_another_d
     await operations.end_all(store.records())
 
 
+@pytest.mark.slow
 async def test_logs_are_read_on_and_neither_values_of_variables_nor_keys_are_shown(server):
     await server.post("/api/clusters", name="night", n_workers=1, env={"PASSWORD": SECRET})
     await server.until("night", running)
@@ -700,6 +704,7 @@ def test_each_start_has_a_new_token(monkeypatch):
 # -- the process
 
 
+@pytest.mark.slow
 def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform, tmp_path, until):
     seen = tmp_path / "seen"
     browser = tmp_path / "browser"

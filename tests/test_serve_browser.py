@@ -113,10 +113,9 @@ def test_the_page_of_a_cluster_lists_its_sessions_and_connects_a_client(opened, 
         assert client.submit(sum, [1, 2]).result() == 3
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_pane_of_the_dashboard_draws_running_tasks(opened, night, width):
+def test_a_pane_of_the_dashboard_draws_running_tasks(opened, night):
     page = opened(f"clusters/{night}")
-    page.set_viewport_size({"width": width, "height": 900})
+    page.set_viewport_size({"width": 390, "height": 900})
     page.get_by_text("Dashboard", exact=True).last.click()
     pane = Pane(page.frame_locator("#view iframe"))
     until(lambda: pane.drawn)
@@ -206,15 +205,14 @@ def test_the_page_follows_logs_and_keeps_those_of_ended_sessions(opened, night, 
     server.until_runs(night, 1)
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_no_page_scrolls_sideways(opened, night, width):
-    page = opened()
-    page.set_viewport_size({"width": width, "height": 800})
-    for path in ("", f"clusters/{night}", "new"):
-        page.goto(page.url.split("clusters/")[0] + path if path else page.url)
-        page.evaluate("document.querySelectorAll('details').forEach(element => { element.open = true; })")
-        root = "document.documentElement"
-        assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
+def test_no_page_scrolls_sideways(opened, night):
+    page, root = opened(), "document.documentElement"
+    for width in 1280, 390:
+        page.set_viewport_size({"width": width, "height": 800})
+        for path in "", f"clusters/{night}", "new":
+            page.goto(page.home + path)
+            page.evaluate("document.querySelectorAll('details').forEach(element => { element.open = true; })")
+            assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
 
 
 def test_the_page_shows_a_lost_connection_and_reconnects(opened, shared_platform, tmp_path):

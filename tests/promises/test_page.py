@@ -72,6 +72,7 @@ async def test_a_launch_that_cml_refuses_is_answered_with_its_reason_and_leaves_
     assert it.clusters == []
 
 
+@pytest.mark.slow
 @on_page
 async def test_a_start_that_fails_later_stays_listed_with_its_reason_until_it_is_deleted(server, it):
     it.platform.doom("silent", key="scheduler")
@@ -118,6 +119,7 @@ async def test_a_cluster_of_a_notebook_is_shown_changed_and_deleted_and_the_note
     creator.kill()
 
 
+@pytest.mark.slow
 @on_page
 async def test_a_cluster_that_outlives_its_creator_manages_itself_while_the_page_shows_it(server, it):
     await leave("day", n_workers=1)
@@ -130,6 +132,7 @@ async def test_a_cluster_that_outlives_its_creator_manages_itself_while_the_page
     await server.request("DELETE", "/api/clusters/day")
 
 
+@pytest.mark.slow
 @on_page
 async def test_a_page_that_only_shows_an_orphan_does_not_keep_it(server, it):
     await create_and_kill(it, name="day", n_workers=1, security=True, orphan_timeout="60s")
@@ -183,6 +186,7 @@ async def test_a_page_that_stops_shuts_down_its_own_clusters_and_no_others(it):
     await shell("delete", "day")
 
 
+@pytest.mark.slow
 @simulated
 async def test_another_page_takes_over_the_clusters_of_a_killed_one(it):
     async def serve():
