@@ -63,35 +63,6 @@ class AdaptedCluster:
             await self._cluster.scale_down(workers)
 
 
-class _Pauses:
-    """Pauses without any work.
-
-    Attributes
-    ----------
-    checks : int
-        Number of checks in a row that found no work.
-    last : float
-        Duration of the last pause that has ended, in seconds. Infinite if there was none.
-    """
-
-    def __init__(self) -> None:
-        self.checks, self.last = 0, math.inf
-        # The time before the first work does not count as a pause.
-        self._since = -math.inf
-        self._worked = False
-
-    def note(self, has_work: bool, now: float) -> None:
-        """Record whether work exists now."""
-        if has_work:
-            if self.checks:
-                self.last = now - self._since
-            self.checks, self._worked = 0, True
-        else:
-            if not self.checks and self._worked:
-                self._since = now
-            self.checks += 1
-
-
 class CMLAdaptive(Adaptive):
     """Dask's Adaptive for resources, and for sessions that take seconds to minutes to start.
 
@@ -156,7 +127,9 @@ class CMLAdaptive(Adaptive):
         integer("wait_count", self.wait_count, 0)
         if self.interval:
             self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
-        self._pauses = _Pauses()
+        #: How many checks in a row have found no work, since when, and how long the last such pause was. The
+        #: time before the first work is none.
+        self._idle_checks, self._idle_since, self._last_pause = 1, -math.inf, math.inf
         self._least_wait_count = self.wait_count
         self._busy = 0
         self._borrowed: list[str] = []
@@ -213,8 +186,7 @@ class CMLAdaptive(Adaptive):
             self.cluster._stop_adapting(self._group)
 
     def __del__(self) -> None:
-        if getattr(self, "periodic_callback", None) is not None:
-            self.release()
+        """Ask for nothing: Adaptive's would stop adaptive scaling, which the board may still hold."""
 
     # -- for Dask's AdaptiveCore
 
@@ -245,10 +217,17 @@ class CMLAdaptive(Adaptive):
         snapshot = await self.cluster.demand.snapshot(max_age=(self.interval or 0.0) / 2)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
         start_time = self.cluster.processes.start_time(self._group)
-        self._pauses.note(snapshot.has_work(self._group), now)
+        if snapshot.has_work(self._group):
+            if self._idle_checks:
+                self._last_pause = now - self._idle_since
+            self._idle_checks = 0
+        else:
+            if not self._idle_checks:
+                self._idle_since = now
+            self._idle_checks += 1
         if self.interval:
             self.wait_count = self._least_wait_count
-            if self._pauses.checks < self._least_wait_count or self._pauses.last <= start_time:
+            if self._idle_checks < self._least_wait_count or self._last_pause <= start_time:
                 self.wait_count += math.ceil(start_time / self.interval)
         self._busy = snapshot.supply(self._group).busy
         self._borrowed = [*snapshot.borrowed(self._group)]
