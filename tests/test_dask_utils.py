@@ -96,6 +96,8 @@ def test_their_parameters_are_the_prototypes():
     assert parameters(get_dashboard_url) == {"dask_scheduler": required}
 
 
+@pytest.mark.slow
+@pytest.mark.images
 def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
     NUM_WORKERS = 2
     CPU_PER_WORKER = 1
@@ -186,6 +188,7 @@ def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
         stop(workers_v1, *workers)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_ends_or_does_not_answer_raises_an_error(workers_v1, other):
     for fault, status in {"succeeds": "succeeded", "fails": "failed"}.items():
         workers_v1.inject(fault, match="The scheduler of")

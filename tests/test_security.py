@@ -61,7 +61,7 @@ async def test_without_keys_any_program_with_the_address_can_connect(platform):
             await computes("cml://open", security=Security(require_encryption=True))
 
 
-@pytest.mark.parametrize("scheme", ["ws", "tcp"])
+@pytest.mark.parametrize("scheme", ["tcp", pytest.param("ws", marks=pytest.mark.slow)])
 async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encryption(state, scheme):
     """A stranger's scheduler would get the tasks. For ``ws://``, Dask requires no encryption."""
     keys, files = tls.as_files(True, state_directory() / "mine")

@@ -358,13 +358,12 @@ async def test_one_listing_serves_all_waiting_tasks_and_without_one_none_runs(st
 
 
 async def test_listings_are_an_interval_apart(stub, make):
-    api = make(poll_interval="50ms")
-    begin = time.monotonic()
+    api = make(**{"poll-interval": "50ms"})
     for _ in range(4):
         await api.sessions()
-    assert stub.count("list_workers") == 4
-    assert time.monotonic() - begin > 0.14
-    await api.close()
+    times = [call.at for call in stub.calls]
+    assert len(times) == 4
+    assert all(later - earlier > 0.04 for earlier, later in pairwise(times))
 
 
 async def test_a_cancelled_task_neither_cancels_nor_repeats_a_listing(stub, api):
@@ -464,14 +463,6 @@ async def test_of_several_sessions_only_those_that_were_not_stopped_are_named_an
     await api.close()
     assert not left()
     assert {*map(len, stub.arguments("stop_workers"))} == {1, 6}
-
-
-async def test_sessions_whose_stop_was_not_answered_are_stopped_again(stub, api, left, monkeypatch):
-    ids = await launch(api, 3)
-    answer = stub._stop_all
-    monkeypatch.setattr(stub, "_stop_all", lambda ids: answer(ids)[: max(1, len(ids) - 1)])
-    await api.stop(*ids)
-    assert left() == {*api.live} == set()
 
 
 async def test_a_cluster_may_stop_sessions_while_another_learns_which_stopped_sessions_have_ended(
@@ -584,18 +575,6 @@ async def test_launches_that_wait_for_their_turn_at_the_end_are_not_done(stub, m
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert stub.count("launch_workers") == 2
     assert [type(outcome) for outcome in outcomes[1:]] == [CMLError] * 4
-    assert not left()
-
-
-@pytest.mark.parametrize("trouble", ["answers", "errors"])
-async def test_close_succeeds_although_the_api_fails_for_a_while(stub, api, left, trouble):
-    await launch(api, 2)
-    if trouble == "answers":
-        stub.answer_stop(503, 503, 503, 200)
-    else:
-        stub.fail("stop_workers", HTTPError(503), ConnectionError("broken"))
-    await api.close()
-    assert stub.count("stop_workers") == (4 if trouble == "answers" else 3)
     assert not left()
 
 
@@ -899,10 +878,3 @@ def test_cmls_module_is_used_and_the_local_platform_only_if_it_is_asked_for(inst
     with pytest.raises(NotOnCML, match=r'platform="local".*DASK_CML__PLATFORM=local'):
         load_platform("auto")
     assert load_platform("local") is local
-
-
-def test_sessions_have_a_network_of_their_own_unless_the_platform_says_otherwise(stub, api):
-    assert not api.shares_host_network
-    for shares in (True, False):
-        stub.shares_host_network = lambda shares=shares: shares
-        assert WorkersAPI(stub).shares_host_network is shares

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +41,8 @@ def configure(quota: Mapping[str, float] | None = None, over_quota: str = _REFUS
         raise TypeError(checks.of_type("quota", quota, "a mapping of resources to numbers"))
     for resource, limit in limits.items():
         checks.choice("quota", resource, _RESOURCES)
-        _check_limit(f"quota[{resource!r}]", limit)
+        if limit != 0:
+            checks.positive(f"quota[{resource!r}]", limit)
     checks.choice("over_quota", over_quota, (_REFUSE, _WAIT))
     with state.locked() as path:
         state.write_json(path / "quota.json", {"quota": {**limits}, "over_quota": over_quota})
@@ -90,10 +90,3 @@ def _excess(request: Mapping[str, Any], live: Sequence[Session], quota: Mapping[
             amounts = {"requested": requested, "used": used, "limited": limit}
             return ", ".join(f"{verb}: {resource}={amount:g}{unit}" for verb, amount in amounts.items())
     return None
-
-
-def _check_limit(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(checks.message(name, value, "a number"))
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(checks.message(name, value, "a finite number of at least 0"))

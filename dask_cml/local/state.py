@@ -15,13 +15,12 @@ import json
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dask_cml.private_files import make_folder, regular
+from dask_cml.private_files import make_folder, write_file
 
 #: A session as ``session.json`` has it.
 Session = dict[str, Any]
@@ -88,10 +87,7 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a file atomically, so that only its owner can read it."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with open(new, "w", opener=regular) as file:
-        json.dump(content, file)
-    os.replace(new, path)
+    write_file(path, json.dumps(content).encode())
 
 
 @contextlib.contextmanager

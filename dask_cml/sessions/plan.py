@@ -275,8 +275,9 @@ def _plan(
         title += f" {place.record[:_ID_LENGTH]}"
         if key == SCHEDULER and place.number:  # the platform may still list the scheduler before
             title += f"-{place.number}"
-        session |= {"entry": form(key, options.name, size, group)}
-        session |= {"record": place.record, "next_board": board_file(place.number + 1)}
+        session |= {"entry": form(key, options.name, size, group), "record": place.record}
+        session["next_board"] = board_file(place.number + 1)
+        env = {**env, CLIENT_NAME: inside_name(place.record), CLUSTER: options.name}
     log = log_path(name, place.folder, options.log_directory)
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
@@ -291,8 +292,7 @@ def _plan(
     if options.worker_class is not None and (folder := options.env.get(PROGRAM_FOLDER)):
         # `dask worker` imports the class before our module finds modules there.
         expanded["PYTHONPATH"] = f"{options.env.get('PYTHONPATH', '$PYTHONPATH')}:{folder}"
-    if expanded:
-        session["expanded_variables"] = EXPANDED
+    session["expanded_variables"] = EXPANDED
     code = session_code(f"{role} of the Dask cluster {options.name!r}", session)
     own = {"PYTHONUNBUFFERED": "1"}
     if os.environ.get(GANG):
@@ -300,8 +300,6 @@ def _plan(
     env = {**own, **{variable: text for variable, text in env.items() if variable not in expanded}}
     if expanded:
         env[EXPANDED] = json.dumps(expanded)
-    if place.record is not None:
-        env |= {CLIENT_NAME: inside_name(place.record), CLUSTER: options.name}
     file = place.folder / STARTED_FOLDER / quoted
     return SessionPlan(name, title, size, code, env, log, launch_options, file)
 

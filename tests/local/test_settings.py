@@ -20,7 +20,7 @@ def test_an_invalid_quota_is_refused_and_changes_nothing(platform, launch):
         ({"gpus": 1}, "refuse", ValueError, "gpus"),
         ({"cpu": None}, "refuse", TypeError, "cpu"),
         ({"cpu": -1}, "refuse", ValueError, "cpu"),
-        ({"memory": float("nan")}, "refuse", ValueError, "memory"),
+        ({"memory": float("nan")}, "refuse", ValueError, r"quota\[.memory.\]=nan: expected a number above 0"),
         ({"sessions": 2}, "queue", ValueError, "'refuse', 'wait'"),
     ]:
         with pytest.raises(error, match=words):
