@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import os
 import signal
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -16,7 +15,6 @@ import dask
 import pytest
 from distributed import Client
 from ports import free_port
-from testbed import networks
 
 from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed
 from dask_cml.dask_utils import (
@@ -144,20 +142,14 @@ def test_the_dashboards_port_may_be_that_of_the_schedulers_session(workers_v1):
 
 
 @pytest.mark.slow
-def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_v1):
-    try:
-        networks.check()
-        workers_v1.configure(networks=True)
-        [probe] = workers_v1.launch_workers(1, cpu=1, memory=1, code="pass")
-        stop(workers_v1, probe)
-    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(str(error))
-    cluster = run_dask_cluster(1, 1, 1)
+def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_v1, namespaces):
+    with dask.config.set({"cml.processes": 2, "cml.worker-args": []}):
+        cluster = run_dask_cluster(1, 2, 2)
     try:
         [scheduler] = [s for s in workers_v1.list_workers() if s["id"] == cluster["scheduler"][0]["id"]]
         assert cluster["scheduler_address"] == f"tcp://{scheduler['ip_address']}:8786"
         with Client(cluster["scheduler_address"]) as client:
-            assert client.submit(sum, [1, 2]).result() == 3
+            assert [*client.nthreads().values()] == [1, 1]  # all processes were waited for
     finally:
         stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
 
@@ -174,18 +166,6 @@ def test_the_platform_may_be_configured_instead_also_where_an_event_loop_runs(pl
         stop(platform, *cluster["scheduler"], *cluster["workers"])
 
     asyncio.run(notebook())
-
-
-@pytest.mark.slow
-def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
-    url = get_scheduler_url(scheduler)
-    with dask.config.set({"cml.processes": 2, "cml.worker-args": []}):
-        workers = run_dask_workers(url, num_workers=1, cpu=2, memory=2)
-    try:
-        with Client(url) as client:
-            assert [*client.nthreads().values()] == [1, 1]
-    finally:
-        stop(workers_v1, *workers)
 
 
 @pytest.mark.slow
