@@ -160,14 +160,6 @@ def test_the_pauses_follow_from_the_causes(backoff, clock, lose, losses, pauses)
         assert (backoff.pause, backoff.gave_up) == (60, False)
 
 
-def test_a_connection_forgets_earlier_failures_after_a_while(backoff, clock, lose):
-    for _ in range(20):
-        backoff.arrived(clock.now)
-        clock.now += 31
-        lose({"mine-0": KILLED})
-    assert not backoff.gave_up
-
-
 def test_the_pauses_grow_while_connections_last_for_a_few_minutes(backoff, clock, lose):
     pauses = []
     for lasts in (31, 31, 31, 599, 601, 31):

@@ -32,16 +32,6 @@ async def work(seconds, _=None):
     return seconds
 
 
-def statuses(adaptive):
-    return [entry["status"] for _, entry in adaptive.log]
-
-
-# -- how many
-
-
-# -- begin and end
-
-
 @simulated
 async def test_the_configuration_has_the_defaults_of_a_class(it):
     given = {"minimum": 10, "wait-count": 8, "interval": "5s", "target-duration": "9s"}
@@ -95,24 +85,9 @@ def wanting(cls):
     return Wanting
 
 
-@pytest.mark.parametrize("cls", [Adaptive, CMLAdaptive])
-@simulated
-async def test_a_class_of_a_user_has_its_own_target(it, cls):
-    async with simulate() as cluster:
-        adaptive = cluster.adapt(Adaptive=wanting(cls), minimum=0, maximum=4, **FAST)
-        for n in (3, 1, 9):
-            adaptive.wanted = n
-            await eventually(lambda n=n: len(cluster.workers) == arrived(cluster) == min(n, 4))
-            assert len(adaptive.plan) == min(n, 4)
-        adaptive.stop()
-        adaptive.wanted = 2
-        await asyncio.sleep(20)
-        assert target(cluster) == 4
-
-
 @pytest.mark.parametrize(("cls", "fails"), [(Adaptive, "scale_down"), (CMLAdaptive, "safe_target")])
 @simulated
-async def test_an_error_of_a_users_class_is_logged_once_and_ends_nothing(it, cls, fails, caplog):
+async def test_a_class_of_a_user_has_its_own_target_and_an_error_is_logged_once(it, cls, fails, caplog):
     failures = []
 
     async def fail(**_):
@@ -121,8 +96,10 @@ async def test_an_error_of_a_users_class_is_logged_once_and_ends_nothing(it, cls
 
     async with simulate() as cluster:
         adaptive = cluster.adapt(Adaptive=wanting(cls), minimum=0, maximum=4, **FAST)
-        adaptive.wanted = 2
-        await eventually(lambda: arrived(cluster) == 2)
+        for n in (3, 9, 2):
+            adaptive.wanted = n
+            await eventually(lambda n=n: len(cluster.workers) == arrived(cluster) == min(n, 4))
+            assert len(adaptive.plan) == min(n, 4)
         setattr(adaptive, fails, fail)
         adaptive.wanted = 0
         await eventually(lambda: len(failures) > 3)
@@ -133,3 +110,7 @@ async def test_an_error_of_a_users_class_is_logged_once_and_ends_nothing(it, cls
         assert adaptive.periodic_callback.is_running()
         delattr(adaptive, fails)
         await eventually(lambda: not cluster.workers)
+        adaptive.stop()
+        adaptive.wanted = 2
+        await asyncio.sleep(20)
+        assert target(cluster) == 0
