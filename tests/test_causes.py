@@ -297,20 +297,6 @@ def test_a_user_is_told_only_of_a_restart_that_nobody_asked_for(event, tasks, to
     assert [restart.words.startswith(told) for restart in health.restarts] == [True] * bool(told)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("notice", "words", "lost"),
-    [
-        (True, "evicted, with notice", "evicted"),
-        (False, "lost: evicted or killed by the platform, which says failed", "killed"),
-    ],
-)
-async def test_evicted_or_killed_by_the_platform(platform, client, mine, is_told, notice, words, lost):
-    [session] = [session.id for session in mine.sessions if session.role == "worker"]
-    await asyncio.to_thread(platform.evict, session, notice=notice)
-    await is_told(words, lost)
-
-
 @simulated
 async def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts(it):
     def sleeps():

@@ -22,34 +22,25 @@ def mine(**options):
 
 
 @simulated
-async def test_a_remote_adds_scales_and_deletes_groups(it):
+async def test_a_new_process_knows_changed_groups_and_all_show_them(it):
     gpu = {"cpu": 2, "memory": 2, "processes": 2, "nvidia_gpu": 2, "worker_args": []}
-    async with mine(n_workers=1, worker_groups={"gpu": gpu}) as cluster:
+    async with mine(worker_groups={"gpu": gpu}) as cluster:
         assert cluster.worker_groups["gpu"].resources == {"GPU": 2}
         assert "GPU=2" in cluster._repr_html_()
-        assert "# mine-1: cpu=1" in cluster.job_script()
+        assert "# mine-0: cpu=1" in cluster.job_script()
         assert "# mine-gpu-0: cpu=2" in cluster.job_script()
         await cluster.delete_worker_group("gpu")
-        async with rebuild("mine") as remote:
-            await remote.add_worker_group("big", 1, memory=2)
-            await eventually(lambda: "mine-big-0" in connected(cluster))
-            assert cluster.worker_groups.keys() == {"default", "big"}
-            cluster.scale(2, worker_group="big")
-            await eventually(lambda: remote.worker_groups["big"].n_arrived == 2)
-            remote.scale(1, worker_group="big")
-            await eventually(lambda: len(cluster.workers) == 2)
-            assert remote.worker_groups["default"].n_workers == 1
+        await cluster.add_worker_group("big", 1, memory=2)
+        cluster.scale(2, worker_group="big")
+        await eventually(lambda: cluster.worker_groups["big"].n_arrived == 2)
         async with rebuild("mine") as another:
-            assert another.worker_groups["big"].size.memory == 2
-            assert another.worker_groups["big"].n_workers == 1
+            assert another.worker_groups.keys() == {"default", "big"}
+            assert (another.worker_groups["big"].size.memory, another.worker_groups["big"].n_workers) == (
+                2,
+                2,
+            )
             await another.delete_worker_group("big")
-            assert another.worker_groups.keys() == {"default"}
-            await eventually(lambda: cluster.worker_groups.keys() == {"default"})
-            await eventually(lambda: connected(cluster) == {"mine-0"})
-            await eventually(lambda: [*store.read("mine").groups] == ["default"])
-        await cluster.add_worker_group("big", 1)
-        await eventually(lambda: cluster.worker_groups["big"].n_arrived == 1)
-        assert len({session.key for session in it.platform.all.values()}) == len(it.platform.all)
+        await eventually(lambda: [*store.read("mine").groups] == ["default"])
 
 
 @pytest.mark.parametrize("who", ["keeper", "remote"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 
 import dask
@@ -38,20 +37,6 @@ def has(cluster, n):
 
 def is_well(cluster):
     return "failed" not in log_of(cluster) and "problem" not in repr(cluster)
-
-
-@simulated
-async def test_the_last_of_many_requests_counts(it):
-    chance = random.Random(0)
-    async with simulate() as cluster:
-        for _ in range(10):
-            n = chance.randrange(5)
-            cluster.scale(n) if chance.random() < 0.7 else cluster.adapt(n, n, interval="1s")
-            await asyncio.sleep(chance.uniform(0.0, 3.0))
-        cluster.scale(2)
-        await eventually(lambda: has(cluster, 2) and len(it.platform.live) == 3)
-        assert target(cluster) == 2
-        assert is_well(cluster)
 
 
 @simulated
