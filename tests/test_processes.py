@@ -187,23 +187,6 @@ async def test_the_scheduler_has_its_time_from_when_its_session_runs(stub, make,
     await starting
 
 
-async def test_a_workers_time_begins_when_its_session_runs(stub, api, make_worker, clock):
-    worker = make_worker(worker_timeout=600)
-    assert worker.runs_for == 0
-    await worker
-    for status in "scheduling", "starting", "running":
-        clock.now += 20
-        stub.set(worker.session_id, status)
-        worker.update(await api.sessions())
-        assert worker.runs_for == 0
-    for status in "UNKNOWN", "running", "STOPPING":
-        clock.now += 10
-        stub.set(worker.session_id, status)
-        assert not worker.update(await api.sessions())
-    worker.update({})
-    assert worker.runs_for == 30
-
-
 async def test_an_unknown_ip_address_is_never_connected_to(stub, make, running, connects_to, monkeypatch):
     monkeypatch.setattr(process, "_SCHEDULER_PORT", running.port)
     scheduler = make()
@@ -324,33 +307,33 @@ async def test_the_session_that_took_the_name_first_is_the_schedulers(stub, api,
 # -- a worker's start
 
 
-async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api, make_worker):
+async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api, make_worker, clock):
     before = datetime.now(timezone.utc)
-    worker = make_worker()
+    worker = make_worker(worker_timeout=600)
+    assert (worker.session, worker.runs_for) == (None, 0)
     await worker
     session = worker.session
     assert (session.id, session.role, session.name) == (worker.session_id, "worker", "mine-0")
     assert (session.status, session.address) == ("scheduling", None)
     assert session.app_url == f"https://{session.id}.cml.example.com/"
     assert before <= session.since <= datetime.now(timezone.utc)
-    assert worker.phase is Phase.LAUNCHED
-
-    stub.set(session.id, "running")
-    assert not worker.update(await api.sessions())
-    assert (worker.session.status, worker.session.address) == ("running", None)
-    assert worker.phase is Phase.LAUNCHED
-
-    stub.set(session.id, ip_address="10.0.0.7")
-    assert not worker.update(await api.sessions())
+    # Its time begins when it runs, and it can be reached when it has an address.
+    for state, phase, runs_for in (
+        ({"status": "scheduling"}, Phase.QUEUED, 0),
+        ({"status": "starting"}, Phase.LAUNCHED, 0),
+        ({"status": "running"}, Phase.LAUNCHED, 0),
+        ({"status": "UNKNOWN"}, Phase.LAUNCHED, 20),
+        ({"status": "running", "ip_address": "10.0.0.7"}, Phase.RUNNING, 40),
+        ({"status": "STOPPING"}, Phase.LAUNCHED, 60),
+        ({"status": "timedout"}, Phase.ENDED, 80),
+    ):
+        clock.now += 20
+        stub.set(session.id, **state)
+        assert worker.update(await api.sessions()) is (phase is Phase.ENDED)
+        assert not worker.update({}) or phase is Phase.ENDED
+        assert (worker.session.status, worker.phase) == (state["status"].lower(), phase)
+        assert worker.runs_for == runs_for
     assert worker.session.address == "10.0.0.7"
-    assert worker.phase is Phase.RUNNING
-    assert not worker.update({})
-    assert worker.phase is Phase.RUNNING
-
-    stub.set(session.id, "timedout")
-    assert worker.update(await api.sessions())
-    assert worker.session.status == "timedout"
-    assert worker.phase is Phase.ENDED
 
 
 async def test_a_session_that_the_list_lacks_for_long_and_had_before_is_not_known_to_have_ended(
