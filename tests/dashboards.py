@@ -9,15 +9,15 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 from distributed import Scheduler
-from distributed.comm.core import connect, listen
 from schedulers import prepare
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.tcpclient import TCPClient
 from tornado.websocket import websocket_connect
 
-from dask_cml.dashboard.proxy import DashboardForwarder, carry, open_comm
+from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.scheduler.dashboard_guard import ForeignSockets
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
@@ -55,7 +55,6 @@ def forwarder_to(address, security=None, timeout=30.0, **options):
 
 @contextlib.asynccontextmanager
 async def forwarded(security=None, **options):
-    """A scheduler and a forwarder to its dashboard."""
     async with (
         scheduler(security=security, **options) as running,
         forwarder_to(running.address, security) as forwarder,
@@ -94,7 +93,6 @@ class Pane:
         self.socket.close()
 
     async def receive(self):
-        """Return the parts of a message of Bokeh's protocol: header, metadata, content."""
         parts = []
         while len(parts) < 3:
             part = await self.socket.read_message()
@@ -104,7 +102,6 @@ class Pane:
         return parts
 
     async def receive_all(self):
-        """Receive until the connection ends."""
         while True:
             await self.receive()
 
@@ -140,6 +137,19 @@ async def stay(reader, writer):
 
 
 @contextlib.asynccontextmanager
+async def forwarded_to(serve):
+    """A forwarder to a stand-in of the dashboard, and the streams that it has opened."""
+    opened = []
+
+    async def open_comm():
+        opened.append(await TCPClient().connect("127.0.0.1", server.port))
+        return SimpleNamespace(stream=opened[-1], abort=opened[-1].close)
+
+    async with stand_in(serve) as server, forwarder(open_comm) as made:
+        yield made, opened
+
+
+@contextlib.asynccontextmanager
 async def stand_in(serve=stay):
     server = StandIn(serve)
     listener = await asyncio.start_server(server.accept, "127.0.0.1", 0)
@@ -150,34 +160,3 @@ async def stand_in(serve=stay):
         task.cancel()
     await asyncio.gather(*server.tasks, return_exceptions=True)
     await listener.wait_closed()
-
-
-class Lead:
-    """Leads comms to a port of this machine, where the scheduler's plugin serves its dashboard."""
-
-    def __init__(self, port, security=None):
-        self._port = port
-        self._security = security
-        self.comms = 0
-
-    async def __aenter__(self):
-        protocol = "tls" if self._security else "tcp"
-        options = self._security.get_listen_args("scheduler") if self._security else {}
-        self._listener = await listen(f"{protocol}://127.0.0.1:0", self._lead, **options)
-        return self
-
-    async def __aexit__(self, *args):
-        self._listener.stop()
-
-    async def open(self):
-        return await connect(self._listener.contact_address, **arguments(self._security))
-
-    async def _lead(self, comm):
-        self.comms += 1
-        stream = await TCPClient().connect("127.0.0.1", self._port)
-        try:
-            await carry(comm.stream, stream)
-        finally:
-            stream.close()
-            comm.abort()
-            self.comms -= 1

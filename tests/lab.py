@@ -79,7 +79,6 @@ class ServerProcess:
         self.stop()
 
     def stop(self) -> None:
-        """End it as a platform or a user does, and wait for it."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -91,27 +90,12 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it has written, and the exit status if it has ended."""
         status = self.process.poll()
         return self.log_file.read_text() + ("" if status is None else f"[exit status {status}]\n")
 
 
 class JupyterServer(ServerProcess):
-    """A Jupyter server with a configuration of its own.
-
-    Parameters
-    ----------
-    folder : Path
-        Where its notebooks are, its configuration and its log.
-    factory : mapping
-        What the sidebar makes clusters with: ``labextension.factory.kwargs``.
-    more : mapping
-        More of ``labextension``, e.g. ``initial``.
-    module : str
-        ``jupyter_server``, or ``jupyterlab`` for the pages too.
-    arguments : sequence of str
-        More command-line arguments.
-    """
+    """A Jupyter server with a configuration of its own, whose sidebar creates clusters with ``factory``."""
 
     def __init__(
         self,
@@ -159,21 +143,18 @@ class JupyterServer(ServerProcess):
         assert self.answers("api")
 
     def _information(self) -> dict[str, Any]:
-        """Return what the server writes down of itself; nothing, until that is written whole."""
         try:
             return json.loads((self._runtime / f"jpserver-{self.process.pid}.json").read_text())
         except (OSError, ValueError):
             return {}
 
     def answers(self, path: str) -> bool:
-        """Whether it can be reached, and finds something there."""
         try:
             return self.request("GET", path)[0] < 400
         except OSError:
             return False
 
     def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Make a request; return the answer's status and what it says: parsed, if it is JSON."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, method=method)
         try:
@@ -189,7 +170,6 @@ class JupyterServer(ServerProcess):
 
     @property
     def clusters(self) -> dict[str, dict[str, Any]]:
-        """What the sidebar lists, by name."""
         status, models = self.request("GET", "dask/clusters")
         assert status == 200, models
         assert len({model["name"] for model in models}) == len(models)
@@ -207,7 +187,6 @@ _ARGUMENTS = (
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.05) -> None:
-    """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -215,14 +194,12 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE, pause: flo
 
 
 def chromium() -> str | None:
-    """Return the Chromium of this machine, if it has one."""
     found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
     return next(filter(None, found), None)
 
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A running Chromium, as playwright gives it."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -234,15 +211,7 @@ def browser() -> Iterator[Any]:
 
 
 class Page:
-    """JupyterLab in a browser, with the sidebar open.
-
-    Parameters
-    ----------
-    page : playwright.sync_api.Page
-        A new one.
-    server : JupyterServer
-        With the module jupyterlab.
-    """
+    """JupyterLab in a browser, with the sidebar open."""
 
     def __init__(self, page: Any, server: JupyterServer) -> None:
         self.page = page
@@ -254,14 +223,12 @@ class Page:
         )
 
     def open(self, path: str = "") -> None:
-        """Load the page, without what was open before, and show the sidebar."""
         self.page.goto(f"{self._server.url}lab{path}?reset")
         self.page.locator("#jp-main-dock-panel").wait_for()
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
         self._open_sidebar()
 
     def open_notebook(self, name: str, *cells: str) -> None:
-        """Load the page with a new notebook, and wait for its kernel."""
         content = nbformat.v4.new_notebook()
         content.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
         content.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
@@ -271,7 +238,6 @@ class Page:
         self.notebook.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
 
     def _is_connected(self, notebook: str) -> bool:
-        """Whether this page has the kernel of a notebook, and not only the kernel's name."""
         sessions = self._server.request("GET", "api/sessions")[1]
         kernels = [session["kernel"] for session in sessions if session["path"] == notebook]
         return any(kernel["connections"] and kernel["execution_state"] == "idle" for kernel in kernels)
@@ -285,20 +251,16 @@ class Page:
 
     @property
     def new_button(self) -> Any:
-        """NEW."""
         return self.page.locator('.dask-DaskClusterManager [data-command="dask:launch-cluster"]')
 
     def item(self, name: str | re.Pattern) -> Any:
-        """Return the sidebar's item of a cluster."""
         title = self.page.locator(".dask-ClusterListingItem-title", has_text=name)
         return self.page.locator("li.dask-ClusterListingItem").filter(has=title)
 
     def lists(self, item: Any, text: str = "") -> None:
-        """Wait until an item of the sidebar is there with this text."""
         self._refresh_until(lambda: item.filter(has_text=text).count() == 1)
 
     def lists_no(self, item: Any) -> None:
-        """Wait until an item of the sidebar has gone, without a word of an error."""
         self._refresh_until(lambda: item.count() == 0)
         assert self.dialog.count() == 0
 
@@ -309,11 +271,9 @@ class Page:
 
     @property
     def dialog(self) -> Any:
-        """The dialog that is open."""
         return self.page.locator(".jp-Dialog").filter(has_not_text=_OF_THEMES)
 
     def scale(self, item: Any, n: int) -> None:
-        """SCALE to a number."""
         item.locator(".dask-ClusterListingItem-scale").click()
         checkbox = self.dialog.locator("input.dask-ScalingCheckbox")
         if checkbox.is_checked():
@@ -323,7 +283,6 @@ class Page:
         self.dialog.wait_for(state="detached")
 
     def adapt(self, item: Any, minimum: int, maximum: int) -> None:
-        """SCALE with the work."""
         item.locator(".dask-ClusterListingItem-scale").click()
         checkbox = self.dialog.locator("input.dask-ScalingCheckbox")
         if not checkbox.is_checked():
@@ -336,29 +295,23 @@ class Page:
         self.dialog.wait_for(state="detached")
 
     def shut_down(self, item: Any) -> None:
-        """SHUTDOWN."""
         item.locator(".dask-ClusterListingItem-stop").click()
 
     def insert_client_code(self, item: Any) -> None:
-        """Press the button that adds a cell with a client."""
         item.locator(".dask-ClusterListingItem-code").click()
 
     def show(self, title: str) -> None:
-        """Bring a tab to the front."""
         self.page.locator("#jp-main-dock-panel li.lm-TabBar-tab", has_text=title).click()
 
     @property
     def notebook(self) -> Any:
-        """The notebook that is open."""
         return self.page.locator(".jp-NotebookPanel")
 
     def run_cells(self) -> None:
-        """Run all cells of the notebook."""
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
 
     def run_new_cell(self, code: str) -> None:
-        """Write code into a new cell at the notebook's end, and run it."""
         self.notebook.locator(".jp-Cell").last.click()
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("b")
@@ -367,12 +320,10 @@ class Page:
         self.page.keyboard.press("Control+Enter")
 
     def open_pane(self, title: str) -> Pane:
-        """Open one of the dashboard's panes."""
         self.page.locator(f'.dask-DashboardListing-item button[value="{title}"]').click()
         return self._pane(title)
 
     def open_layout(self, title: str) -> Pane:
-        """Open those panes that dask-labextension opens together, and return one of them."""
         self.page.get_by_role("menuitem", name="File", exact=True).click()
         self.page.get_by_role("menuitem", name="Launch Dask Dashboard Layout").click()
         return self._pane(title)
@@ -384,7 +335,6 @@ class Page:
 
 @contextmanager
 def pictured(request: Any, folder: Path, server: ServerProcess) -> Iterator[list[Any]]:
-    """Close the browser contexts in a list at the end of a test; if it failed, show what they were like."""
     contexts: list[Any] = []
     failed_before = request.session.testsfailed
     yield contexts
@@ -400,13 +350,7 @@ def pictured(request: Any, folder: Path, server: ServerProcess) -> Iterator[list
 
 
 class Pane:
-    """A pane of the dashboard.
-
-    Parameters
-    ----------
-    frame : playwright.sync_api.FrameLocator
-        The document in it.
-    """
+    """A pane of the dashboard."""
 
     def __init__(self, frame: Any) -> None:
         self._canvases = frame.locator(".bk-Canvas canvas")
@@ -415,7 +359,6 @@ class Pane:
 
     @property
     def drawn(self) -> int:
-        """How many of its pixels are not white, as axes and data."""
         return self._count(0)
 
     @property

@@ -63,7 +63,6 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
 
 
 def several() -> list[dict[str, Any]]:
-    """Clusters in all states."""
     gpus = group("gpu", 2, 1, cpu=8.0, memory=64.0, nvidia_gpu=1, nthreads=8, resources={"GPU": 1.0})
     adapting = group("default", 3, 3, adapts={"minimum": 0, "maximum": 10})
     return [
@@ -122,15 +121,6 @@ def several() -> list[dict[str, Any]]:
     ]
 
 
-def many(n: int = 50) -> list[dict[str, Any]]:
-    return [
-        cluster(
-            f"sweep-{i:02}", group(wanted=4 + i % 5, arrived=4), by=("alice", "bob")[i % 2], age=600.0 * i
-        )
-        for i in range(n)
-    ]
-
-
 def session(name: str, status: str = "running", **more: Any) -> dict[str, Any]:
     described = {
         "role": "worker",
@@ -171,7 +161,6 @@ def usage() -> Usage:
 
 
 def ended() -> list[EndedCluster]:
-    """Ended clusters: one of many tasks, one with hostile texts, and two of short lives."""
     end = 1795401000.0
     known = {"user": "alice", "session": None, "usage": usage()}
     return [
@@ -226,7 +215,6 @@ class StandInClusters:
         self.over = ended()
 
     def find(self, name: str) -> Record:
-        """Return a record with a scheduler and four workers: one is queued, and two were evicted."""
         starts = {"scheduler": (1.0, ""), f"{name}-0": (7.0, ""), f"{name}-1": (45.0, "evicted")}
         starts[f"{name}-2"] = (5000.0, "evicted")
         launches = [

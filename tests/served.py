@@ -20,22 +20,7 @@ TOKEN = "correct-horse-battery"
 
 
 class PageServer(ServerProcess):
-    """The web UI as a process.
-
-    Parameters
-    ----------
-    folder : Path
-        Where its log is.
-    session : str, optional
-        The id of its CML session. There, the page knows users by the headers of the platform's entry, and its
-        dashboards are at ``read-only-<session>.ml.test``.
-    variables : mapping of str to str, optional
-        More environment variables.
-    arguments : sequence of str
-        More arguments of ``dask cml serve``.
-    descriptors : int, optional
-        The number of files that the process can open.
-    """
+    """The web UI as a process. In a CML session, CML names its users, and serves a second port."""
 
     def __init__(
         self,
@@ -67,7 +52,6 @@ class PageServer(ServerProcess):
         self.url = self.link.partition("?")[0]
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Send a request with the token. Return the status and the parsed JSON of the answer."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE)
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -83,19 +67,16 @@ class PageServer(ServerProcess):
 
     @property
     def clusters(self) -> dict[str, dict[str, Any]]:
-        """The clusters in the web UI, by name."""
         status, found = self.ask("GET", "api/clusters")
         assert status == 200, found
         return {cluster["name"]: cluster for cluster in found["clusters"]}
 
     def create(self, name: str, **options: Any) -> None:
-        """Create a cluster, and wait for its workers."""
         status, found = self.ask("POST", "api/clusters", {"name": name, **options})
         assert status in (201, 202), found
         self.until_runs(name, options.get("n_workers", 0))
 
     def until_runs(self, name: str, n: int) -> None:
-        """Wait until a cluster runs with exactly n workers."""
 
         def runs() -> bool:
             found = self.clusters.get(name, {})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 from lab import JupyterServer, Page, browser, chromium, pictured, until
@@ -105,68 +103,8 @@ def test_the_sidebar_creates_scales_and_shuts_down_a_cluster(opened, server):
     assert store.records() == []
 
 
-def test_a_notebook_with_a_client_says_why_its_tasks_wait(opened):
-    lab = opened()
-    lab.open()
-    lab.new_button.click()
-    item = lab.item(MADE_HERE)
-    lab.lists(item, "Number of Workers: 1")
-    lab.scale(item, 0)
-    lab.lists(item, "Number of Workers: 0")
-    lab.open_notebook("waits.ipynb", "client.submit(sum, [1, 2]).result()")
-    lab.insert_client_code(item)
-    lab.run_cells()
-    assert_shows(
-        lab.notebook, "cannot run all tasks: 1 task waits, but the cluster has no workers: call cluster.scale"
-    )
-    lab.scale(item, 1)
-    assert_shows(lab.notebook.locator(".jp-OutputArea-executeResult").last, "3")
-    lab.shut_down(item)
-    lab.lists_no(item)
-
-
 def assert_shows(element, text):
     element.filter(has_text=text).wait_for()
-
-
-def test_clusters_of_notebooks_and_shells_are_listed_while_they_run(opened, server):
-    lab = opened()
-    lab.open_notebook(
-        "mine.ipynb",
-        "from dask.distributed import Client\n"
-        "from dask_cml import CMLCluster\n"
-        "cluster = CMLCluster(name='of a notebook', n_workers=1)\n"
-        "client = Client(cluster)",
-    )
-    lab.run_cells()
-    item = lab.item("of a notebook")
-    lab.lists(item, "Number of Workers: 1")
-    assert_shows(lab.notebook, "Cluster of a notebook started in ")
-    stream = lab.open_pane("Task Stream")
-    until(lambda: stream.drawn)
-    lab.show("mine.ipynb")
-    lab.run_new_cell(WORK)
-    assert_shows(lab.notebook, "bytes: 4000000")
-    lab.show("Task Stream")
-    until(lambda: stream.coloured > 1000)
-
-    lab.scale(item, 2)
-    lab.lists(item, "Number of Workers: 2")
-    run("create", "--name", "of a shell")
-    other = lab.item("of a shell")
-    lab.lists(other)
-    lab.shut_down(other)
-    lab.lists_no(other)
-
-    lab.show("mine.ipynb")
-    lab.run_new_cell("client.close(); cluster.close()")
-    lab.lists_no(item)
-
-
-def run(*command):
-    command = [sys.executable, "-m", "dask", "cml", *command, "--platform", "local"]
-    done = subprocess.run(command, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_dialog_shows_why_the_platform_refused_a_cluster(opened, sessions):
@@ -184,15 +122,3 @@ def test_a_dialog_shows_why_the_platform_refused_a_cluster(opened, sessions):
     lab.dialog.locator(".jp-Dialog-footer button").click()
     lab.dialog.wait_for(state="detached")
     assert store.records() == []
-
-
-def test_cluster_whose_scheduler_has_died_is_shut_down(opened, sessions):
-    lab = opened()
-    lab.open()
-    lab.new_button.click()
-    item = lab.item(MADE_HERE)
-    lab.lists(item)
-    [record] = store.records()
-    sessions.evict(record.scheduler.session)
-    lab.shut_down(item)
-    lab.lists_no(item)

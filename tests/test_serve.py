@@ -91,20 +91,6 @@ async def test_the_history_names_the_users_who_created_and_deleted_a_cluster_on_
     assert one["usage"]["total"]["sessions"] == 1
 
 
-async def test_a_cluster_is_deleted_while_the_records_are_read(monkeypatch):
-    async def end_all(records, reason):
-        return {record.name: None for record in records}
-
-    monkeypatch.setattr(operations, "end_all", end_all)
-    clusters = ProjectClusters()
-    clusters.records = {name: Record(name, id=name) for name in ("day", "night")}
-    reading = iter(clusters.records.values())  # as a thread does
-    next(reading)
-    await clusters.delete("night")
-    assert [record.name for record in reading] == ["night"]
-    assert [*clusters.records] == ["day"]
-
-
 async def test_clusters_of_dead_and_silent_schedulers_are_described_by_their_records(server):
     maker, launches = Maker("elsewhere", 1, 1.0, "gone"), sessions(ssss="scheduler", wwww="day-0")
     dead = SchedulerState(address="tcp://127.0.0.1:1", closed="idle for 60 s")
@@ -184,7 +170,13 @@ async def test_a_file_that_cannot_be_used_is_an_answer_with_the_reason(server, m
         broken = functools.partial(fail, errno.EIO, "/home/cdsw/.dask-cml")
         patch.setattr(SessionLogs, "paths", broken)
         patch.setattr(clusters_module, "ended_clusters", broken)
-        for path in "/api/clusters/night", "/clusters/night", "/api/clusters/night/logs", "/history":
+        for path in (
+            "/api/clusters/night",
+            "/clusters/night",
+            "/api/clusters/night/logs",
+            "/api/history",
+            "/history",
+        ):
             answer = await server.request("GET", path)
             assert answer.status == 503
             assert "cannot use /home/cdsw/.dask-cml: Input/output error" in answer.text
@@ -508,34 +500,6 @@ async def test_the_pages_of_a_dashboard_cannot_change_clusters(session):
 
 @pytest.mark.slow
 @on_page
-async def test_the_page_shows_a_cluster_that_died_while_it_only_observed_it(server, it):
-    creator = await create_elsewhere(it, name="day", security=True)
-    await server.until("day", running)
-    creator.kill()
-    it.sessions.processes[it.platform.running["day-scheduler"]].freeze()
-    await server.until("day", lambda found: found["status"] == "not answering")  # CML lists it as running
-    it.platform.evict(it.platform.running["day-scheduler"])
-    await server.until("day", lambda found: found["status"] == "stale")
-    assert (await server.request("DELETE", "/api/clusters/day")).status == 200
-
-
-@pytest.mark.slow
-@on_page
-async def test_the_page_shows_a_cluster_whose_record_cannot_be_read_for_a_while(server, it):
-    await leave("day")
-    await server.until("day", running)
-    folder = state_directory() / "day"
-    try:
-        folder.parent.chmod(0o770)
-        await asyncio.sleep(4.0)
-        assert running(await server.cluster("day"))
-    finally:
-        folder.parent.chmod(0o700)
-        await server.request("DELETE", "/api/clusters/day")
-
-
-@pytest.mark.slow
-@on_page
 async def test_a_change_that_the_scheduler_does_not_hear_of_is_refused_with_the_reason(server, it):
     creator = await create_elsewhere(it, name="day", security=True)
     await server.until("day", running)
@@ -727,20 +691,6 @@ def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform,
         assert f'content="0; url={page.link}"' in "".join(content)
         assert token not in " ".join(psutil.Process(page.process.pid).cmdline())
     assert not Path(argument.removeprefix("file://")).exists()
-
-
-@pytest.mark.slow
-def test_a_pipe_in_place_of_a_log_does_not_delay_the_shutdown(local_clusters, tmp_path):
-    with PageServer(tmp_path) as page:
-        page.create("night")
-        path = state_directory() / "night" / LOGS_FOLDER / "night-7.log"
-        os.mkfifo(path)
-        answer = page.ask("GET", "api/clusters/night/logs?session=night-7")
-        assert answer == (503, {"error": f"cannot read the log {path}: it is not a regular file"})
-        assert page.ask("GET", "api/clusters/night/logs?session=Scheduler")[0] == 200
-        assert page.ask("GET", "api/clusters/night")[0] == 200
-        page.process.terminate()
-        assert page.process.wait(PATIENCE) == 0
 
 
 async def test_without_a_platform_the_page_shows_the_reason(state):

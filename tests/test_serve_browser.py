@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import ENDED
 from distributed import Client
 from lab import PATIENCE, Pane, browser, chromium, pictured, until
 from served import TOKEN, PageServer
@@ -229,19 +228,6 @@ def test_the_page_shows_a_lost_connection_and_reconnects(opened, shared_platform
 # -- changes
 
 
-def test_workers_are_scaled(opened, night, server):
-    page = opened(f"clusters/{night}")
-    page.get_by_role("button", name="Scale… the group default").click()
-    page.get_by_label("Workers", exact=True).fill("2")
-    page.get_by_role("button", name="Scale", exact=True).click()
-    page.get_by_role("dialog").wait_for(state="detached")
-    has_workers(page, 2)
-    server.until_runs(night, 2)
-    assert server.ask("POST", f"api/clusters/{night}/scale", {"n": 1})[0] == 200
-    has_workers(page, 1)
-    server.until_runs(night, 1)
-
-
 def test_a_group_adapts_until_it_is_stopped(opened, night, server, until):
     page = opened(f"clusters/{night}")
     page.get_by_role("button", name="Scale… the group default").click()
@@ -305,26 +291,6 @@ def test_a_refused_form_shows_the_reason_and_can_be_corrected(opened, server, sh
     assert server.ask("DELETE", "api/clusters/created")[0] == 200
 
 
-def test_a_cluster_is_deleted_after_confirmation(opened, server, shared_platform):
-    server.create("short")
-    ids = {*store.read("short").sessions}
-    other, page = opened("clusters/short"), opened("clusters/short")
-    page.get_by_role("button", name="Delete…").click()
-    page.keyboard.press("Escape")
-    page.get_by_role("dialog").wait_for(state="detached")
-    assert "short" in server.clusters
-    page.get_by_role("button", name="Delete…").click()
-    page.get_by_role("button", name="Delete", exact=True).click()
-    page.wait_for_url(page.home)
-    row(page, "short").wait_for(state="detached")
-    other.get_by_role("heading", name="No such cluster").wait_for()
-    until(
-        lambda: all(
-            session["status"] in ENDED for session in shared_platform.sessions() if session["id"] in ids
-        )
-    )
-
-
 def test_the_page_works_with_the_keyboard_alone(opened, server):
     page = opened()
 
@@ -374,26 +340,6 @@ def test_the_page_works_with_the_keyboard_alone(opened, server):
 
 
 # -- users
-
-
-def test_the_page_offers_no_changes_to_a_read_only_user(opened, shared_platform, tmp_path, night):
-    with PageServer(tmp_path, "readers") as application:
-        headers = {"REMOTE-USER": "eve", "REMOTE-USER-PERM": "RO"}
-        page = opened(server=application, extra_http_headers=headers)
-        row(page, night).filter(has_text="running").wait_for()
-        assert page.locator(".user").inner_text() == "eve"
-        assert page.get_by_text("your role in the project is read-only").is_visible()
-        page.goto(f"{page.home}clusters/{night}")
-        page.locator("#dashboard summary").wait_for()
-        assert page.locator("form, [data-opens]").count() == 0
-        status = page.evaluate(
-            "fetch('../api/clusters/night', {method: 'DELETE'}).then(response => response.status)"
-        )
-        assert status == 403
-        nobody = opened(server=application)
-        nobody.get_by_role("heading", name="You are not logged in").wait_for()
-        assert night not in nobody.content()
-    assert night in [record.name for record in store.records()]
 
 
 def test_another_origin_can_neither_change_clusters_nor_embed_the_page(opened, server, night):

@@ -72,7 +72,6 @@ class Server:
         return found
 
     async def until(self, name: str, condition) -> Any:
-        """Wait until the description of a cluster meets a condition."""
 
         async def look() -> Any:
             found = [cluster for cluster in self.clusters.describe() if cluster["name"] == name]
@@ -80,17 +79,8 @@ class Server:
 
         return await first_result(look)
 
-    async def until_answers(self, path: str, answer: Any) -> None:
-        """Wait until a GET request has an answer."""
-
-        async def look() -> bool:
-            return await self.get(path) == answer
-
-        await first_result(look)
-
 
 async def first_result(look: Callable[[], Awaitable[Any]]) -> Any:
-    """Call a coroutine function until its result is true, for two minutes at most, and return the result."""
 
     async def wait() -> Any:
         while not (result := await look()):
@@ -116,7 +106,6 @@ async def serving():
 
 
 def on_page(test):
-    """Make a test of a coroutine function: ``server`` is the web UI in the simulated world ``it``."""
     wanted = inspect.signature(test).parameters
 
     @functools.wraps(test)
@@ -133,7 +122,6 @@ def on_page(test):
 
 
 def leave(name, **options):
-    """Create a cluster on the platform of the web UI that lives without its creator, and leave it."""
     return create_and_leave(name=name, platform=None, **options)
 
 
