@@ -205,10 +205,10 @@ def test_doctor_counts_the_sessions_that_the_platform_lists(cml):
     assert environment.platform() == Finding("ok", f"{words} {file}")
 
 
-@pytest.mark.parametrize("module", ["cml/__init__.py", "cml/workers_v1.py"])
 def test_an_addon_that_cannot_be_imported_is_named_with_the_release_of_the_workbench(
-    laptop, monkeypatch, tmp_path, module
+    laptop, monkeypatch, tmp_path
 ):
+    module = "cml/workers_v1.py"
     addon = tmp_path / "cmladdon-2.0.49-b279" / "python"
     for name in ("cml/__init__.py", module):
         (addon / name).parent.mkdir(parents=True, exist_ok=True)
@@ -422,31 +422,24 @@ def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
     assert environment.time_outs().state == "ok"
 
 
-def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
+def test_doctor_shows_the_limits_of_the_session_and_of_jupyterlab_on_cml_only(cml, monkeypatch):
     assert "by default 3600" in environment.time_outs().words
-    monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
-    monkeypatch.setenv("JUPYTER_SERVER_TIMEOUT_SECONDS", "43200")
-    finding = environment.time_outs()
-    assert finding.state == "warning"
-    assert "7200" in finding.words
-    assert "43200" in finding.words
-    with dask.config.set({"cml.platform": "local"}):
-        assert environment.time_outs().state == "ok"
-
-
-@pytest.mark.parametrize("has_jupyterlab", [True, False])
-def test_doctor_shows_the_limits_of_the_session(cml, monkeypatch, has_jupyterlab):
     for name in ("CDSW_MASTER_ID", "CDSW_ENGINE_TYPE", "SESSION_MAXIMUM_MINUTES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("IDLE_MAXIMUM_MINUTES", "90")
-    monkeypatch.setattr(environment, "version", lambda name: "4" if has_jupyterlab else None)
-    finding = environment.time_outs()
-    assert finding.state == "warning"
-    assert (
+    monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
+    ends = (
         "CML ends session kbmjhsx8uobd5ks9 after 90 min without use, in some editors even while it computes."
-        in finding.words
     )
-    assert ("JUPYTER_SERVER_TIMEOUT_SECONDS" in finding.words) == has_jupyterlab
+    for jupyterlab in "4", None:
+        monkeypatch.setattr(environment, "version", lambda name, version=jupyterlab: version)
+        finding = environment.time_outs()
+        assert finding.state == "warning"
+        assert ends in finding.words
+        for words in "JUPYTER_SERVER_TIMEOUT_SECONDS", "(7200)":
+            assert (words in finding.words) is (jupyterlab is not None)
+    with dask.config.set({"cml.platform": "local"}):
+        assert environment.time_outs().state == "ok"
 
 
 # -- clusters
@@ -480,24 +473,21 @@ def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platfor
         assert "The cluster did not report all versions within 5 s: TimeoutError()" in finding.words
 
 
-@pytest.mark.parametrize(
-    ("closed", "status", "command"),
-    [("orphaned", "stale", "cml prune"), (None, "not answering", "cml info gone")],
-)
-def test_an_unknown_cluster_is_wrong_and_one_that_does_not_answer_a_warning(
-    platform, closed, status, command
-):
-    scheduler = SchedulerState(address="tls://127.0.0.1:1", closed=closed)
+def test_an_unknown_cluster_is_wrong_and_one_that_does_not_answer_a_warning(platform):
     maker, keys = Maker("elsewhere", 1, 1.0, "ended"), {"tls_ca_file": "/no/such/file"}
-    write_record(Record("gone", maker=maker, scheduler=scheduler, security=keys))
-    os.utime(sign_of("gone"), (0, 0))
-    [unknown, silent] = clusters.versions(["lab", "gone"], 5)
+    for name, closed in {"gone": None, "over": "orphaned"}.items():
+        scheduler = SchedulerState(address="tls://127.0.0.1:1", closed=closed)
+        write_record(Record(name, maker=maker, scheduler=scheduler, security=keys))
+        os.utime(sign_of(name), (0, 0))
+    [unknown, silent, dead] = clusters.versions(["lab", "gone", "over"], 5)
     assert (unknown.name, unknown.state) == ("cluster lab", "wrong")
     assert unknown.command.endswith("cml list")
     assert (silent.name, silent.state) == ("cluster gone", "warning")
-    assert silent.words == f"The cluster is {status}: its scheduler does not respond."
-    assert silent.command.endswith(command)
-    assert clusters.versions([], 5) == [silent]
+    assert silent.words == "The cluster is not answering: its scheduler does not respond."
+    assert silent.command.endswith("cml info gone")
+    assert dead.words == "The cluster is stale: its scheduler does not respond."
+    assert dead.command.endswith("cml prune")
+    assert clusters.versions([], 5) == [silent, dead]
 
 
 def test_the_check_does_not_wait_longer_for_a_silent_scheduler(platform):
