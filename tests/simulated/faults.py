@@ -46,27 +46,17 @@ class JSONDecodeError(OSError, ValueError):
 
 @dataclass
 class Mishap:
-    """What goes wrong with one call. By default, nothing.
+    """What goes wrong with one call. By default, nothing."""
 
-    Parameters
-    ----------
-    error : Exception, optional
-        What it raises.
-    answer : object, optional
-        What it returns instead of its answer.
-    carried_out : bool
-        Whether the platform does all the same what it was asked for.
-    before, after : float or threading.Event
-        How long it takes before and after it is carried out, in seconds, or until when.
-    stale : float
-        How old the answer of ``list_workers`` is, in seconds.
-    """
-
+    #: What it raises, or returns instead of its answer.
     error: Exception | None = None
     answer: Any = _NO_ANSWER
+    #: Whether the platform does all the same what it was asked for.
     carried_out: bool = True
+    #: How long it takes before and after it is carried out, in seconds, or until when.
     before: float | threading.Event = 0.0
     after: float | threading.Event = 0.0
+    #: How old the answer of ``list_workers`` is, in seconds.
     stale: float = 0.0
 
     def perform(self, action: Callable[[], Any]) -> Any:
@@ -191,31 +181,20 @@ class PlannedFaults:
 
 @dataclass(frozen=True)
 class Weather:
-    """How often which fault occurs, as shares of all calls or sessions.
+    """How often which fault occurs, as shares of all calls or sessions."""
 
-    Parameters
-    ----------
-    error, lost, wrong, unexpected, late : float
-        Of all calls: an error before they are carried out, or after; an error as an answer; an error of the
-        platform's own library; an answer after many seconds.
-    refused : float
-        Of launches.
-    stale : float
-        Of lists: they are some seconds old.
-    denied : float
-        Of stops: they are answered with 4xx or 5xx.
-    fates : mapping of str to float
-        What becomes of sessions, in shares of those that are launched.
-    """
-
+    #: Of all calls: an error before they are carried out, or after; an error as an answer; an error of the
+    #: platform's own library; an answer after many seconds.
     error: float = 0.0
     lost: float = 0.0
     wrong: float = 0.0
     unexpected: float = 0.0
     late: float = 0.0
+    #: Refused launches, lists that are some seconds old, and stops that are answered with 4xx or 5xx.
     refused: float = 0.0
     stale: float = 0.0
     denied: float = 0.0
+    #: What becomes of the sessions that are launched.
     fates: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -239,13 +218,7 @@ OUTAGE = Weather(error=0.8, wrong=0.15, late=0.05)
 
 
 class Luck:
-    """Decides by a seed what goes wrong, whatever the order in which threads ask.
-
-    Parameters
-    ----------
-    seed : object
-        Decides, with the name of what is asked for and how often it was.
-    """
+    """Decides by a seed what goes wrong, whatever the order in which threads ask."""
 
     def __init__(self, seed: object) -> None:
         self.weather = CALM
