@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .faults import Luck, Mishap, PlannedFaults, Response
 from .session import ENDED, STAGES, SimulatedSession
@@ -21,19 +21,6 @@ from .session import ENDED, STAGES, SimulatedSession
 _AT_ONCE = 10
 #: Seconds for which lists are kept that are answered late.
 _HISTORY = 10.0
-
-
-class Runner(Protocol):
-    """Lets sessions get on. Threads call its methods."""
-
-    def launched(self, session: SimulatedSession) -> None:
-        """Begin with a session that was launched."""
-
-    def stopped(self, session: SimulatedSession) -> None:
-        """End a session that somebody has stopped."""
-
-    def evicted(self, session: SimulatedSession) -> None:
-        """End a session that the platform has ended."""
 
 
 @dataclass
@@ -78,7 +65,8 @@ class SimulatedPlatform(PlannedFaults):
     ) -> None:
         super().__init__()
         self.advances, self.latency, self.ends, self.luck = advances, latency, ends, luck
-        self.runner: Runner | None = None
+        #: Lets sessions get on, see :class:`.running.RunningSessions`. Threads call its methods.
+        self.runner: Any = None
         self.calls: list[Call] = []
         #: How many requests of which function were made: one a session that is launched or stopped.
         self.requests: Counter[str] = Counter()
