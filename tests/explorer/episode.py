@@ -457,7 +457,9 @@ class Episode:
             self._check_ended()
         elif self._has_vanished():
             users = [actor for actor in self.actors.values() if isinstance(actor, User) and actor.open]
-            if not all(any("not connected for" in line for line in self._told([user])) for user in users):
+            if not await self._until(
+                lambda: all(any("not connected for" in line for line in self._told([user])) for user in users)
+            ):
                 self.violate("the scheduler has vanished, and not all users are told")
         else:
             self.outcome.converged = time.monotonic() - began
