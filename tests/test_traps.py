@@ -148,6 +148,7 @@ async def play(scenario, make, it, holds):
                 await asyncio.wait_for(cluster.close(), 120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @simulated
 async def test_it_holds_for_cmlcluster(it, scenario):
