@@ -100,20 +100,3 @@ def test_mail_is_dropped_with_the_report_that_it_is_carried_out_and_no_other(boa
     assert mail(board) == []
     post(board, scale(5))
     assert mail(board) == [(4, scale(5))]
-
-
-def test_the_next_board_begins_with_the_report_and_the_mail_of_the_last(board):
-    board.take_report({"groups": {"default": {"target": 1}}, "taken": 4})
-    post(board, GPU, scale(2), sender="b")
-    last = board.to_json()
-    following = Board(last["report"], "another", last["term"] + 1, last["mail"], board.posted)
-    assert (mail(following), targets(following)) == (mail(board), targets(board))
-    assert mail(following) == [(5, GPU), (6, scale(2))]
-    following.post("b", 2, scale(2))
-    assert len(following.mail) == 2
-
-
-def test_each_change_of_the_keeper_begins_a_term(board):
-    for term, keeper in enumerate((None, "b", "keeper"), start=2):
-        board.keep(keeper)
-        assert (board.keeper, board.term) == (keeper, term)
