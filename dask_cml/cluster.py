@@ -1268,8 +1268,7 @@ class CMLCluster(SpecCluster):
         """The URL of the dashboard. Empty if the scheduler has none, or another program uses its port."""
         # Cluster.dashboard_link (cluster.py:357) leads to the scheduler's port, which is its loopback's.
         listens = "dashboard" in self.scheduler_info.get("services", {})
-        # Without a dashboard, Dask serves other pages at its port.
-        if self.scheduler is None or not listens or "--no-dashboard" in self.options.scheduler_args:
+        if self.scheduler is None or not listens:
             return ""
         url = self.sharing.dashboard_url
         if url is None and self.scheduler.session is not None:

@@ -339,17 +339,15 @@ class Record:
     @property
     def dashboard_link(self) -> str | None:
         """The URL of the scheduler's dashboard. None if it has none, or before its URL is known."""
-        arguments = self.options.get("scheduler_args") or ()
-        if "--no-dashboard" in arguments:
-            return None
-        return dashboard_link(self.scheduler.app_url, arguments) or None
+        return dashboard_link(self.scheduler.app_url, self.options.get("scheduler_args") or ()) or None
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:
         """The minimum and the maximum of the worker groups that adapt, by name."""
-        adapting = {name: group.adapt for name, group in self.scheduler.groups.items() if group.adapt}
         return {
-            name: (limits.get("minimum", 0), limits.get("maximum", 0)) for name, limits in adapting.items()
+            name: (group.adapt.get("minimum", 0), group.adapt.get("maximum", 0))
+            for name, group in self.scheduler.groups.items()
+            if group.adapt
         }
 
     @property

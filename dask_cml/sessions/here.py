@@ -50,7 +50,7 @@ def served_hosts() -> dict[str, str]:
 
 
 def dashboard_link(url: object, scheduler_args: Sequence[str] = ()) -> str:
-    """Return the link to a dashboard. Empty if its URL is not known.
+    """Return the link to a dashboard. Empty if there is none, or its URL is not known.
 
     A template in ``distributed.dashboard.link`` is used if this process has all variables that it names. It
     may be left from another deployment.
@@ -70,7 +70,8 @@ def dashboard_link(url: object, scheduler_args: Sequence[str] = ()) -> str:
     'https://abcdefgh12345678.example.com/reports/status'
     """
     base = web_link(url)
-    if base is None:
+    # Without a dashboard, Dask serves other pages at its port.
+    if base is None or "--no-dashboard" in scheduler_args:
         return ""
     template = dask.config.get("distributed.dashboard.link")
     if isinstance(template, str) and template != _DASKS_LINK:
