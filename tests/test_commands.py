@@ -250,32 +250,26 @@ def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, fold
         assert values(arguments(plan), "--dashboard-address") == [f"127.0.0.1:{port}"]
 
 
-def test_a_worker_without_an_address_exits_if_no_scheduler_file_appears(program, run, folder):
+def test_a_worker_without_an_address_waits_for_a_scheduler_file(program, run, folder):
     program("time.sleep(600)")
     plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
     done = run(plan)
     assert done.returncode == 1
     assert ENDED.search(done.stderr)
     assert values(argv(plan), "--scheduler-file") == [str(folder / scheduler_file(0))]
-
-
-def test_a_worker_without_an_address_runs_on_once_a_scheduler_file_appears(program, run, folder):
-    (folder / scheduler_file(0)).touch()
-    program("time.sleep(1); print('runs on')")
-    plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
-    done = run(plan)
-    assert done.returncode == 0, done.stderr
-    assert "runs on" in plan.log.read_text()
-
-
-def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is_gone(program, run, folder):
+    # It waits for one that is queued until the cluster is gone.
     cluster = folder / "cluster"
     cluster.mkdir()
     program(f"time.sleep(1); os.rmdir({str(cluster)!r}); time.sleep(600)")
     options = read(scheduler_timeout=0.1, pending_timeout=900, log_directory=str(folder / "logs"))
-    plan = plan_worker(options, Place(cluster), "mine-0", None)
-    assert ENDED.search(run(plan).stderr)
-    assert values(argv(plan), "--death-timeout") == ["1500.1"]
+    queued = plan_worker(options, Place(cluster), "mine-0", None)
+    assert ENDED.search(run(queued).stderr)
+    assert values(argv(queued), "--death-timeout") == ["1500.1"]
+    # It runs on once there is one.
+    (folder / scheduler_file(0)).touch()
+    program("time.sleep(1); print('runs on')")
+    assert run(plan).returncode == 0
+    assert "runs on" in plan.log.read_text()
 
 
 @pytest.mark.parametrize("address", [None, "tcp://10.0.0.1:8786"])
@@ -307,13 +301,12 @@ def test_a_session_runs_if_files_do_not_prove_that_its_cluster_has_ended(program
         assert values(arguments(plan), "--death-timeout")[-1] == str(read().worker_timeout)
 
 
-@pytest.mark.parametrize(
-    ("file", "content"), [(scheduler_file(0), '{"closed": "idle for 5 s"}'), (board_file(1), "{}")]
-)
-def test_a_worker_that_waits_for_its_scheduler_ends_with_the_cluster(program, run, folder, file, content):
-    program(f"open({str(folder / file)!r}, 'w').write({content!r}); time.sleep(600)")
-    done = run(plan_worker(read(), recorded(folder), "mine-0", None))
-    assert ENDED.search(done.stderr)
+def test_a_worker_that_waits_for_its_scheduler_ends_with_the_cluster(program, run, folder):
+    for file, content in (scheduler_file(0), '{"closed": "idle for 5 s"}'), (board_file(1), "{}"):
+        program(f"open({str(folder / file)!r}, 'w').write({content!r}); time.sleep(600)")
+        done = run(plan_worker(read(), recorded(folder), file, None))
+        assert ENDED.search(done.stderr)
+        (folder / file).unlink()
 
 
 def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
@@ -450,19 +443,22 @@ def test_dask_cudas_own_parser_takes_the_arguments(tmp_path):
 
 def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
     text = NASTY.replace("$HOME", "")
-    options = read(cpu=4, memory=16, nvidia_gpu=1, scheduler_cpu=2, scheduler_memory=8, env={"A": text})
+    sizes = {"cpu": 4, "memory": 16, "nvidia_gpu": 1, "scheduler_cpu": 2, "scheduler_memory": 8}
+    options = read(**sizes, env={"A": text})
     worker = plan_worker(options, Place(tmp_path), "mine-0", None)
     scheduler = plan_scheduler(options, Place(tmp_path), "0.0.0.0", 8786)
     assert (worker.size, scheduler.size) == (options.worker, options.scheduler)
     assert worker.env["A"] == scheduler.env["A"] == text
     assert "--idle-timeout" not in argv(scheduler)
-
-
-def test_a_scheduler_without_a_record_writes_the_file_that_its_workers_read(tmp_path):
-    plan = plan_scheduler(read(), Place(tmp_path), "0.0.0.0", 8786)
-    assert values(argv(plan), "--scheduler-file") == [str(tmp_path / scheduler_file(0))]
-    assert values(argv(plan), "--preload") == [PRELOAD]
-    assert not {FOLDER, NUMBER} & plan.env.keys()
+    # Without a record, the scheduler writes the file that its workers read.
+    assert values(argv(scheduler), "--scheduler-file") == [str(tmp_path / scheduler_file(0))]
+    assert values(argv(scheduler), "--preload") == [PRELOAD]
+    assert not {FOLDER, NUMBER} & scheduler.env.keys()
+    # The user's environment goes over our own.
+    assert worker.env["PYTHONUNBUFFERED"] == "1"
+    mine = {"A": text, "PYTHONUNBUFFERED": "", "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL": "1"}
+    changed = plan_worker(read(**sizes, env=mine), Place(tmp_path), "mine-0", None)
+    assert changed.env == {**worker.env, **mine}
 
 
 def test_preload_modules_of_the_configuration_are_kept(tmp_path):
@@ -475,13 +471,6 @@ def test_preload_modules_of_the_configuration_are_kept(tmp_path):
         assert values(argv(scheduler), "--preload") == [PRELOAD, "theirs"]
         assert values(argv(worker), "--preload") == ["dask_cml.worker.process", "theirs"]
         assert values(argv(worker), "--preload-nanny") == ["dask_cml.worker.process", "theirs"]
-
-
-def test_the_users_environment_goes_over_our_own(tmp_path):
-    plan = plan_worker(read(), Place(tmp_path), "mine-0", None)
-    assert plan.env["PYTHONUNBUFFERED"] == "1"
-    mine = {"PYTHONUNBUFFERED": "", "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL": "1"}
-    assert plan_worker(read(env=mine), Place(tmp_path), "mine-0", None).env == {**plan.env, **mine}
 
 
 def test_dask_names_clients_in_a_session_by_the_sessions_cluster(tmp_path):

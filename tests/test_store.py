@@ -226,18 +226,6 @@ def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
         remove(read("a"))
 
 
-def test_a_cluster_that_took_the_place_of_a_stale_one_is_left_alone(state):
-    stale, new = new_record("a"), new_record("a")
-    claim(stale)
-    remove(stale)
-    claim(new)
-    assert remove(stale) is None
-    with pytest.raises(NoSuchCluster):
-        launch(stale, "session-1")
-    assert read("a") == new
-    assert os.listdir(state) == ["a"]
-
-
 def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(state, monkeypatch):
     stale, new = new_record("a"), new_record("a")
     claim(stale)
@@ -455,12 +443,16 @@ def test_a_folder_that_was_not_found_once_has_ended_no_cluster_if_its_parent_lis
 
 
 def test_a_cluster_has_ended_if_its_folder_is_gone_or_another_clusters(state):
-    record = new_record("a")
+    record, new = new_record("a"), new_record("a")
     claim(record)
     remove(record)
     assert has_ended(record)
-    claim(new_record("a"))
+    claim(new)
     assert has_ended(record)
+    assert remove(record) is None
+    with pytest.raises(NoSuchCluster):
+        launch(record, "session-1")
+    assert read("a") == new
     shutil.rmtree(state)
     assert has_ended(record)
 
@@ -519,22 +511,6 @@ def die_at(what, step):
         claim(new_record("a", options={"is": "new"}))
     else:
         remove(old)
-
-
-@pytest.mark.slow
-def test_nothing_is_lost_when_two_processes_write_sessions_at_the_same_moment(state, fork):
-    record = new_record("a")
-    claim(record)
-    writers = [fork(add_sessions, record, prefix) for prefix in "xy"]
-    while any(writer.is_alive() for writer in writers):
-        read("a")
-    assert [writer.exitcode for writer in writers] == [0, 0]
-    assert set(read("a").sessions) == {f"{p}-session-{i}" for p in "xy" for i in range(40)}
-
-
-def add_sessions(record, prefix):
-    for i in range(40):
-        launch(record, f"{prefix}-session-{i}")
 
 
 @pytest.mark.slow
