@@ -130,34 +130,22 @@ async def test_no_command_keeps_a_cluster(it):
     await shell("delete", "mine")
 
 
-def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
-    options = {"platform": "local", "scheduler_args": ["--no-dashboard"]}
-    scheduler = SchedulerState(address=f"tcp://127.0.0.1:{free_port()}", app_url="https://a/")
-    write_record(Record("a", maker=NOBODY, options=options, scheduler=scheduler))
-    assert listed("a")["dashboard"] is None
-    assert "https://a/" not in run("list")
-
-
-def test_a_session_of_the_local_platform_ends_with_no_other_session():
-    launches = sessions(aaaa="scheduler", bbbb="lab-0")
+def test_list_and_info_show_what_is_left_and_the_command_that_removes_it():
+    launches = sessions(aaaa="scheduler", bbbb="left-0")
     launches["bbbb"] = replace(launches["bbbb"], owner="72e171bfe1364d9c")
-    write_record(Record("lab", maker=replace(NOBODY, session=None), launches=launches))
-    assert "bbbb  lab-0\n" in run("info", "lab")
-
-
-def test_the_version_is_that_of_the_package():
-    assert run("--version") == f"dask-cml, version {dask_cml.__version__}\n"
-
-
-def test_a_stale_cluster_is_shown_with_the_command_that_removes_what_is_left():
-    scheduler = SchedulerState(address="tls://127.0.0.1:1", closed="orphaned")
-    about = {"maker": NOBODY, "options": {"platform": "local"}, "launches": sessions(aaaa="left-0")}
-    write_record(Record("left", scheduler=scheduler, **about))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    scheduler = SchedulerState(address=address, app_url="https://a/", closed="orphaned", session="aaaa")
+    options = {"platform": "local", "scheduler_args": ["--no-dashboard"]}
+    maker = replace(NOBODY, session=None)  # a session of the local platform ends with no other session
+    write_record(Record("left", maker=maker, options=options, scheduler=scheduler, launches=launches))
+    assert listed("left")["dashboard"] is None
+    table, info = run("list"), run("info", "left")
+    assert "https://a/" not in table
     problem = "its scheduler has closed: orphaned; run `dask cml delete left`\n"
-    assert f"\nProblem of left: {problem}" in run("list")
-    info = run("info", "left")
+    assert f"\nProblem of left: {problem}" in table
     assert f"\nproblem    {problem}" in info
-    assert "aaaa  left-0  if it still runs\n" in info
+    assert "bbbb  left-0  if it still runs\n" in info
+    assert run("--version") == f"dask-cml, version {dask_cml.__version__}\n"
 
 
 def test_a_silent_cluster_counts_its_hours_until_its_last_sign_of_life():
@@ -243,7 +231,8 @@ def given(monkeypatch):
     calls = []
 
     def call(self, **kwargs):
-        calls.append(kwargs)
+        configured = {name: setting(name) for name in ("inherit", "limits.hours")}
+        calls.append(kwargs | configured)
         raise ValueError("it is not made")
 
     monkeypatch.setattr("dask_cml.cluster.CMLCluster.__init__", call)
@@ -269,22 +258,6 @@ def test_create_has_a_flag_for_what_a_cluster_keeps():
     }
 
 
-def test_create_sets_what_a_cluster_takes_from_the_configuration_alone(monkeypatch):
-    found = []
-
-    def call(self, **kwargs):
-        found.append((setting("inherit"), setting("limits.hours"), {"inherit", "limits_hours"} & {*kwargs}))
-        raise ValueError("it is not made")
-
-    monkeypatch.setattr("dask_cml.cluster.CMLCluster.__init__", call)
-    run("create", "--inherit", "sql kafka", "--limits-hours", 8, code=1)
-    assert found == [(("sql", "kafka"), 8, set())]
-    assert (setting("inherit"), setting("limits.hours")) == ((), None)
-    assert run("create", "--limits-hours", 0, code=1).startswith(
-        "Error: invalid limits_hours=0: expected a number"
-    )
-
-
 def test_create_takes_every_kind_of_option(given):
     kwargs = given(
         *("--name", "lab", "--no-security", "--env", "A=1", "--env", "B="),
@@ -300,6 +273,12 @@ def test_create_takes_every_kind_of_option(given):
     assert kwargs["scheduler_args"] == ["--preload", "a b"]
     assert kwargs["n_workers"] == 2
     assert (kwargs["worker_class"], kwargs["platform"]) == ("x.Y", "local")
+    # What a cluster takes from the configuration alone.
+    kwargs = given("--inherit", "sql kafka", "--limits-hours", 8)
+    assert (kwargs["inherit"], kwargs["limits.hours"]) == (("sql", "kafka"), 8)
+    assert "limits_hours" not in kwargs
+    error = run("create", "--limits-hours", 0, code=1)
+    assert error.startswith("Error: invalid limits_hours=0: expected a number")
 
 
 def test_an_idle_cluster_shuts_down_after_an_hour_by_default(given):
