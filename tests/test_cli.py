@@ -185,6 +185,14 @@ def test_logs_of_a_cluster_whose_scheduler_is_gone(write_log):
     )
     # It has printed no line yet, and the documentation asks for both logs.
     assert run("logs", "left", "Cluster", "Scheduler") == scheduler
+    lines = "==> left-0 <==\nEnd worker\n"
+    assert run("logs", "left", "--tail", 1) == f"{scheduler}\n{lines}"
+    assert run("logs", "left", "--warnings") == "No warnings of left yet\n"
+    hot, cool = (f"2026-11-20 10:00:00,000 - distributed - {level} - It\n" for level in ("WARNING", "INFO"))
+    write_log("left-0", f"{hot}  is hot\n{cool}[dask worker exited with status 1]\n")
+    worker = f"==> left-0 <==\n{hot}  is hot\n[dask worker exited with status 1]\n"
+    assert run("logs", "left", "--warnings") == worker
+    assert run("logs", "left", "--warnings", "--tail", 1) == f"==> left-0 <==\n{worker.splitlines()[-1]}\n"
 
 
 @pytest.mark.slow
