@@ -57,11 +57,24 @@ def files():
 
 
 @simulated
-async def test_the_history_names_the_user_who_deleted_a_cluster_in_the_shell(it):
-    async with simulate(name="lab") as cluster:
-        await shell("delete", "lab")
+async def test_the_history_names_who_deleted_a_cluster_interrupted_its_start_or_closed_it(it):
+    me = Maker.this_process().words
+    async with simulate(name="day") as cluster:
+        await shell("delete", "day")
         await eventually(lambda: cluster.status == Status.closed)
-    assert the_only_one().why == f"deleted by {this_user()}"
+    starting = asyncio.ensure_future(simulate(name="lab", n_workers=1)._start())
+    await eventually(lambda: "lab-scheduler" in it.platform.running)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    try:
+        raise ZeroDivisionError("no luck")
+    except ZeroDivisionError:  # around the block, which it has not ended
+        async with simulate(name="night"):
+            pass
+    whys = {cluster.name: cluster.why for cluster in ended_clusters()}
+    interrupted = f"interrupted while it started by {me}"
+    assert whys == {"day": f"deleted by {this_user()}", "lab": interrupted, "night": f"closed by {me}"}
 
 
 async def close(cluster):
@@ -100,17 +113,6 @@ async def test_everybody_learns_who_ended_a_cluster_and_where(it, end, what):
             await future
         if "reason" in vars(raised.value):  # Dask has reasons since 2024.11
             assert f"cluster lab has ended: {words}" in str(raised.value)
-
-
-@simulated
-async def test_the_history_says_that_the_start_was_interrupted(it):
-    cluster = simulate(name="lab", n_workers=1)
-    starting = asyncio.ensure_future(cluster._start())
-    await eventually(lambda: "lab-scheduler" in it.platform.running)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert the_only_one().why == f"interrupted while it started by {Maker.this_process().words}"
 
 
 class Named(CMLCluster):
@@ -186,24 +188,19 @@ def test_hours_of_a_dead_cluster_count_until_its_last_sign_of_life(state):
 
 
 def test_a_cluster_whose_scheduler_never_answered_ended_with_its_last_launch(state):
-    record = Record(
-        "lab",
-        maker=GONE,
-        created=datetime(2026, 9, 21, tzinfo=timezone.utc),
-        launches=sessions(**{"session-1": "lab-0"}),
-    )
-    write_record(record)
+    created = datetime(2026, 9, 21, tzinfo=timezone.utc)
+    write_record(Record("lab", maker=GONE, created=created, launches=sessions(**{"session-1": "lab-0"})))
     history.remember(store.read("lab"))
     assert the_only_one().ended == LAUNCHED
     assert the_only_one().usage.total.hours == 0
 
 
-@pytest.mark.parametrize(("closed", "why"), [(None, "deleted by ann"), ("idle for 60 s", "idle for 60 s")])
-def test_the_reason_of_the_scheduler_counts_or_else_the_first_one(state, closed, why):
-    record = dead_record(closed=closed)
-    history.remember(record, "deleted by ann")
-    history.remember(record, "deleted by ben")
-    assert the_only_one().why == why
+def test_the_reason_of_the_scheduler_counts_or_else_the_first_one(state):
+    for name, closed, why in ("lab", None, "deleted by ann"), ("night", "idle for 60 s", "idle for 60 s"):
+        record = dead_record(name, closed=closed)
+        history.remember(record, "deleted by ann")
+        history.remember(record, "deleted by ben")
+        assert {cluster.name: cluster.why for cluster in ended_clusters()}[name] == why
 
 
 def test_a_cluster_that_had_ended_before_was_not_ended_by_who_deletes_it(platform):
@@ -358,31 +355,12 @@ def test_the_command_lists_ended_clusters_with_their_hours(platform):
     assert lab.split()[4:] == ["2", "h", "4", "2.00", "2.00", "0.00", "closed"]
     assert night.endswith("idle for 60 s")
     assert total.split() == ["total", "8", "4.00", "4.00", "0.00"]
-
-
-def test_logs_are_read_by_the_name_unless_a_later_cluster_has_it(platform):
-    write_two()
-    [lab, _] = ended_clusters()
-    assert history.where_logs_are(lab) is None
-    folder = state_directory() / HISTORY_FOLDER / lab.id
-    folder.mkdir(mode=0o700)
-    (folder / "lab-scheduler.log").write_text("begun\n")
-    assert history.where_logs_are(lab) == "dask cml logs lab"
-    write_record(Record("lab", maker=GONE))
-    assert history.where_logs_are(lab) == str(folder)
-
-
-def test_one_cluster_is_shown_in_detail(platform):
-    write_two()
+    # One cluster.
     with dask.config.set({"cml.prices.cpu": 0.5}):
         lines = [" ".join(line.split()) for line in run("lab").splitlines()]
     assert lines[:3] == ["name lab", "by ann", lines[2]]
     assert lines[3].endswith(", after 2 h")
-    assert lines[4:7] == [
-        "why closed",
-        "tasks 7 done",
-        "workers 2 at most",
-    ]
+    assert lines[4:7] == ["why closed", "tasks 7 done", "workers 2 at most"]
     assert lines[-1] == "usage total 4 2.00 2.00 2.00 0.00 1.00 1 evicted"
     [described] = json.loads(run("lab", "--json"))
     assert (described["most_workers"], described["cost"]) == (2, None)
@@ -390,17 +368,18 @@ def test_one_cluster_is_shown_in_detail(platform):
     assert "no ended cluster named 'day'" in run("day", code=1)
 
 
-# -- what ended it, and its logs
+# -- its logs
 
 
-@simulated
-async def test_an_exception_around_the_block_has_not_ended_it(it):
-    try:
-        raise ZeroDivisionError("no luck")
-    except ZeroDivisionError:
-        async with simulate(name="lab"):
-            pass
-    assert the_only_one().why == f"closed by {Maker.this_process().words}"
+def test_logs_are_read_by_the_name_unless_a_later_cluster_has_it(state):
+    write(valid())
+    folder = state / HISTORY_FOLDER / the_only_one().id
+    assert history.where_logs_are(the_only_one()) is None
+    folder.mkdir(mode=0o700)
+    (folder / "lab-scheduler.log").write_text("begun\n")
+    assert history.where_logs_are(the_only_one()) == "dask cml logs lab"
+    write_record(Record("lab", maker=GONE))
+    assert history.where_logs_are(the_only_one()) == str(folder)
 
 
 def logged(name, size, ago=0.0):
