@@ -10,7 +10,7 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, create_elsewhere, rebuild, simulate
+from clusters import arrived, create_and_kill, create_elsewhere, live, rebuild, simulate
 from distributed import Client
 from distributed.core import Status
 from shells import run, run_json, shell, started
@@ -29,12 +29,6 @@ def locally(platform, no_nannies, monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     with dask.config.set({"cml.platform": "local"}):
         yield platform
-
-
-def live(platform):
-    """Return the ids of the sessions that are neither over nor being stopped."""
-    present = [session for session in platform.sessions() if session["status"] in ("starting", "running")]
-    return {session["id"] for session in present if not session["stop_requested"]}
 
 
 # -- a cluster's life in a shell
@@ -67,7 +61,7 @@ def test_a_shell_creates_lists_scales_shows_and_deletes_a_cluster(locally, until
         assert words in about
     described = run_json("info", "night")
     assert {*described["sessions"].values()} == {"scheduler", "night-0", "night-1"}
-    assert {*described["sessions"]} == live(locally)
+    assert {*described["sessions"]} == {session["id"] for session in live(locally)}
     logs = run("logs", "night")
     assert re.findall(r"==> (.*) <==", logs) == ["Scheduler", "night-0", "night-1"]
     assert "Scheduler at" in logs
