@@ -35,7 +35,7 @@ from dask_cml.jupyter import ListedCluster
 from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER
 from dask_cml.options import state_directory
 from dask_cml.records import history, operations, store
-from dask_cml.records.history import EndedCluster, ended_clusters
+from dask_cml.records.history import ended_clusters
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.sessions.here import this_user
 
@@ -305,25 +305,6 @@ def test_texts_of_a_file_are_escaped(state):
     write(valid(name="\x1b[31mlab\ud800", why="\x07\u202e", user="a\nb"))
     found = the_only_one()
     assert (found.name, found.user, found.why) == (r"\x1b[31mlab\ud800", r"a\nb", r"\x07\u202e")
-
-
-# -- prices
-
-
-def test_the_cost_is_the_sum_of_hours_times_prices(state):
-    used = {**HOURS, "vcpu_hours": 4.0, "gib_hours": 16.0, "gpu_hours": 2.0}
-    total = EndedCluster.from_json(valid(usage={"groups": {"default": used}})).usage.total
-    assert total.cost is None
-    with dask.config.set({"cml.prices.cpu": 0.1}):
-        assert total.cost == pytest.approx(0.4)
-        with dask.config.set({"cml.prices.memory": 0.01, "cml.prices.gpu": 2}):
-            assert total.cost == pytest.approx(0.4 + 0.16 + 4.0)
-    for price in 0, -1, "cheap", True:
-        with (
-            dask.config.set({"cml.prices.gpu": price}),
-            pytest.raises((TypeError, ValueError), match=r"cml\.prices\.gpu"),
-        ):
-            _ = total.cost
 
 
 # -- `dask cml history`

@@ -139,7 +139,7 @@ async def test_the_sessions_of_a_keeper_that_crashed_are_finished_by_the_next_on
 
 
 def test_where_prices_are_set_it_shows_costs(state):
-    usage = Usage(scheduler=SessionHours(1, 2.0, 2.0, 4.0), default=SessionHours(1, 1.0, 4.0, 16.0))
+    usage = Usage(scheduler=SessionHours(1, 2.0, 2.0, 4.0), default=SessionHours(1, 1.0, 4.0, 16.0, 2.0))
     assert usage.total.cost is None
     assert "cost" not in repr(usage)
     with dask.config.set({"cml.prices.cpu": 0.5}):
@@ -147,7 +147,15 @@ def test_where_prices_are_set_it_shows_costs(state):
         head, *lines = repr(usage).splitlines()
         assert head.endswith("  GPU hours  cost")
         assert [line.split()[-1] for line in lines] == ["1.00", "2.00", "3.00"]
+        with dask.config.set({"cml.prices.memory": 0.01, "cml.prices.gpu": 2}):
+            assert usage.total.cost == pytest.approx(3.0 + 0.2 + 4.0)
     assert "cost" not in str(usage.to_json())  # what the history keeps
+    for price in 0, -1, "cheap", True:
+        with (
+            dask.config.set({"cml.prices.gpu": price}),
+            pytest.raises((TypeError, ValueError), match=r"cml\.prices\.gpu"),
+        ):
+            _ = usage.total.cost
 
 
 # -- what a keeper remembers
