@@ -146,6 +146,7 @@ async def test_groups_are_added_scaled_listed_and_deleted(it):
 # -- look at clusters
 
 
+@pytest.mark.slow
 @simulated
 async def test_list_tells_running_starting_silent_and_dead_clusters_apart(it):
     async def create():

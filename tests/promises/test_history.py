@@ -94,6 +94,7 @@ async def test_a_cluster_that_ended_with_its_session_is_listed_before_it_is_remo
 # -- what it has used
 
 
+@pytest.mark.slow
 @simulated
 async def test_usage_counts_ended_and_lost_sessions_of_each_group_and_works_after_close(it):
     async with simulate(**LAB, n_workers=2, cpu=2, memory=4, scheduler_cpu=1, scheduler_memory=2) as cluster:
@@ -142,6 +143,7 @@ async def test_another_process_and_info_show_the_same_usage(it):
         assert " ".join(total.split()) in " ".join((await shell("info", "lab")).split())
 
 
+@pytest.mark.slow
 @simulated
 async def test_with_prices_info_and_history_show_costs_also_of_past_clusters(it):
     async with simulate(**LAB, scheduler_cpu=2, scheduler_memory=4) as cluster:

@@ -88,6 +88,7 @@ async def gave_up(cluster: CMLCluster) -> None:
     await eventually(lambda: "failures in a row" in (cluster.problem or ""), 300)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_manager_that_follows_launches_nothing_after_the_last_one_gave_up(it):
     creator = await create_elsewhere(it, name="lab")
