@@ -74,7 +74,8 @@ def test_the_page_names_the_oldest_releases_and_those_of_the_images():
 
 def test_the_pages_name_the_wheel_of_this_release():
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    wheel = f"dask_cml-{metadata.version('dask-cml')}-py3-none-any.whl"
+    [version] = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    wheel = f"dask_cml-{version}-py3-none-any.whl"
     assert {*re.findall(r"dask_cml-\S+?\.whl", pages)} == {wheel}
 
 
