@@ -22,7 +22,6 @@ from dask_cml.cli.console import (
     show,
 )
 from dask_cml.cli.create import OptionsCommand, given
-from dask_cml.core.view import waits, workers_of
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import command, waiting_workers
@@ -116,6 +115,8 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
         refuses some workers.
     """
     from distributed.core import Status
+
+    from dask_cml.core.view import waits, workers_of
 
     name, deadline = cluster.options.name, time.monotonic() + timeout
     while True:
