@@ -176,10 +176,9 @@ def where_logs_are(cluster: EndedCluster) -> str | None:
 def end_of(record: Record) -> float:
     """Return now. If the cluster is dead, return the time of its last sign of life."""
     now = time.time()
-    with contextlib.suppress(OSError):
-        silence = liveness.silence(record)
-        if silence is not None:
-            return now - silence if record.scheduler.closed or silence > timing.silence else now
+    silence = liveness.silence(record)
+    if silence is not None:
+        return now - silence if record.scheduler.closed or silence > timing.silence else now
     if record.maker.lives():
         return now
     launches = {**record.launches, **record.ended}.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import os
 from collections.abc import Iterable, Mapping
@@ -53,12 +52,7 @@ class Finding:
 def silence(record: Record) -> float | None:
     """Return the seconds since a scheduler of a cluster dated its file last. Blocks.
 
-    Return None if no scheduler has written a file.
-
-    Raises
-    ------
-    OSError
-        If the file system does not say.
+    Return None if no scheduler has written a file, and 0 if the file system does not say.
     """
     folder = record.folder
     try:
@@ -73,15 +67,8 @@ def silence(record: Record) -> float | None:
         return max(0.0, folder.parent.stat().st_mtime - written)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-
-
-def _spoke_lately(record: Record) -> bool:
-    """Return whether a scheduler may have left a sign of life in the last two minutes. Blocks."""
-    try:
-        silent = silence(record)
-    except OSError:  # the file system does not say
-        return True
-    return silent is not None and silent < timing.silence
+    except OSError:
+        return 0.0
 
 
 def why_ended(record: Record, listing: Mapping[str, SessionInfo] | None = None) -> str | None:
@@ -124,7 +111,9 @@ def _is_abandoned(record: Record, listing: Mapping[str, SessionInfo]) -> bool:
     schedulers = [launch.id for launch in record.launches.values() if launch.key == SCHEDULER]
     if record.launcher.lives() is not False:
         return False
-    return all(id in listing and has_ended(listing[id]) for id in schedulers) and not _spoke_lately(record)
+    silent = silence(record)
+    spoke_lately = silent is not None and silent < timing.silence
+    return all(id in listing and has_ended(listing[id]) for id in schedulers) and not spoke_lately
 
 
 async def judge(
@@ -178,8 +167,10 @@ async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[s
         if ended is not None:
             return ended
     finding = await look
-    words = await asyncio.to_thread(_silence_words, record)
-    return Finding(finding.state, words or finding.why) if finding.state is State.UNKNOWN else finding
+    if finding.state is not State.UNKNOWN:
+        return finding
+    by_files = await asyncio.to_thread(seen, record, listing)
+    return Finding(State.UNKNOWN, by_files.why or finding.why)
 
 
 def judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | None:
@@ -194,16 +185,6 @@ def judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | N
     if creator_lives is None and scheduler.closed is None and scheduler.session not in listing:
         return Finding(State.UNKNOWN, f"{why}, but a process of another session may replace its scheduler")
     return Finding(State.DEAD, why)
-
-
-def _silence_words(record: Record) -> str | None:
-    """Return for how long a scheduler with an address has been silent, if that is unusual. Blocks."""
-    address = record.scheduler.address
-    with contextlib.suppress(OSError):
-        silent = silence(record)
-        if address is not None and silent is not None and silent >= timing.silence:
-            return f"its scheduler at {address} has left no sign of life for {format_duration(silent)}"
-    return None
 
 
 async def listed(
@@ -252,19 +233,19 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     address = record.scheduler.address
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet")
-    if _spoke_lately(record):
+    silent = silence(record)
+    if silent is not None and silent < timing.silence:
         return Finding(State.ALIVE)
-    words = _silence_words(record)
-    return Finding(State.UNKNOWN, words or f"its scheduler at {address} has left no sign of life lately")
+    lately = "lately" if silent is None else f"for {format_duration(silent)}"
+    return Finding(State.UNKNOWN, f"its scheduler at {address} has left no sign of life {lately}")
 
 
 async def _look_at(record: Record, timeout: float) -> Finding:
-    address = record.scheduler.address
-    if address is None or record.security is None:
-        return await asyncio.to_thread(seen, record, {})
-    ended = await asyncio.to_thread(judge_end, record, {})
+    address, ended = record.scheduler.address, await asyncio.to_thread(judge_end, record, {})
     if ended is not None:
         return ended
+    if address is None or record.security is None:
+        return await asyncio.to_thread(seen, record, {})
     try:
         hello = await record.ask_scheduler(HELLO, timeout)
     except Exception as error:  # of Dask: the program there may speak another protocol

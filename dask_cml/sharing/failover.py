@@ -191,7 +191,7 @@ class Failover:
             If no other scheduler replaces it.
         """
         cluster = self._cluster
-        begin = since = time.monotonic()
+        since, refused = time.monotonic(), None
         number, not_launched, unreached = -1, False, False
         while True:
             try:
@@ -210,7 +210,7 @@ class Failover:
                 await asyncio.sleep(timing.retry)
                 continue
             if (is_next or unreached) and last.address is not None:
-                await self._cluster.sharing.follow_other(record)
+                await cluster.sharing.follow_other(record)
                 return
             if self._is_to_launch(last, time.monotonic() - since):
                 # A file system may fail between the claim of this process and its launch.
@@ -226,7 +226,8 @@ class Failover:
                     logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
                     unreached = isinstance(error, SchedulerTimeout)  # it may answer later
                     if isinstance(error, LaunchRefused):
-                        not_launched = time.monotonic() - begin < cluster.options.pending_timeout
+                        refused = refused or time.monotonic()
+                        not_launched = time.monotonic() - refused < cluster.options.pending_timeout
                     else:
                         not_launched = isinstance(error, CallFailed)
             self.note(why)

@@ -38,8 +38,8 @@ class Follower:
     def __init__(self, cluster: CMLCluster, link: Link, report: Report) -> None:
         self._cluster, self._groups, self._link = cluster, cluster.groups, link
         self._report = report
-        #: How many moves of Dask workers are known, and when they were read.
-        self._moves = -1
+        #: Up to which move the Dask workers of which scheduler are known, and when they were read.
+        self._known_moves: tuple[str | None, int] | None = None
         self._read_workers_at = 0.0
 
     # -- what is
@@ -68,18 +68,15 @@ class Follower:
         """
         self.show(board)
         pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
-        if board.moves != self._moves and time.monotonic() - self._read_workers_at > pause:
+        moves = self._link.address, board.moves
+        if moves != self._known_moves and time.monotonic() - self._read_workers_at > pause:
             self._read_workers_at, known = time.monotonic(), self._cluster.scheduler_info
             identity = await self._link.ask("identity")
             identity["workers"] = with_numbers(identity["workers"])
             # Unless wait_for_workers has stored another answer meanwhile, which may be newer: ask again then.
             if self._cluster.scheduler_info is known:
                 self._cluster.scheduler_info = SchedulerInfo(identity)
-                self._moves = board.moves
-
-    def forget_workers(self) -> None:
-        """Know of no Dask worker, because another scheduler begins, which counts anew."""
-        self._moves = -1
+                self._known_moves = moves
 
     def show(self, board: BoardState) -> None:
         """Show what is wanted.

@@ -118,8 +118,8 @@ class Keeper:
         scheduler = cluster.scheduler
         if scheduler is not None and not scheduler.adopted:
             self._app_url = scheduler.info.get("app_url") or self._app_url
-        return Report.of(
-            own_sessions(cluster),
+        return Report(
+            sessions=[session.as_json for session in own_sessions(cluster)],
             taken=self.taken,
             groups=self._groups(),
             wanted=cluster.groups.wanted(),

@@ -28,7 +28,7 @@ class Report(View):
     wanted : mapping of str to str
         The groups of the wanted workers by their names.
     sessions : sequence of mapping
-        The sessions, the scheduler's first, see :meth:`of`.
+        The sessions, the scheduler's first, see :attr:`Session.as_json`.
     failures : mapping of str to int
         The failures in a row of groups, after which the next keeper goes on.
     start_times : mapping of str to float
@@ -47,11 +47,6 @@ class Report(View):
     start_times: Mapping[str, float] = field(default_factory=dict)
     is_barred: bool = False
     app_url: str | None = None
-
-    @classmethod
-    def of(cls, sessions: Sequence[Session], **fields: Any) -> Report:
-        """Return the report of these sessions, with its other fields."""
-        return cls(sessions=[session.as_json for session in sessions], **fields)
 
     @classmethod
     def read(cls, content: Any) -> Report:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -342,8 +342,6 @@ class Sharing:
         await self._cluster.connection.connect(address)
         self.is_joined = True
         self.failover.begin_anew()
-        if self._follower is not None:
-            self._follower.forget_workers()
 
     async def follow(self) -> None:
         """Follow what other processes do, from now on."""
@@ -361,44 +359,44 @@ class Sharing:
         """Follow the board until the cluster is over. Whoever does not answer may do so later."""
         cluster = self._cluster
         while True:
-            was_connected = self.link.connected
-            try:
+            with self._noted("reached"):
                 if not self.is_joined:
                     assert cluster.scheduler is not None
                     await self._join_within(timing.answer, str(cluster.scheduler.address))
-                board = await self.link.watch()
-                await self._take_board(board)
+                await self._take_board(await self.link.watch())
                 self.failover.note_connected()
                 self._failure = None
                 continue
-            except (*NO_ANSWER, CMLError, ValueError) as error:
-                if was_connected:
-                    logger.info("Scheduler of cluster %s not reached: %r", cluster.options.name, error)
-                self.failover.note(str(error) or repr(error))
-            except Exception as error:  # a programming error, or of a subclass
-                self._note_failure(error)
             try:
                 # A process that leaves launches no other scheduler.
                 if not self.link.connected and self.record is not None and not cluster.ending.has_begun:
-                    await self.failover.check(self.record)
+                    with self._noted("checked"):
+                        await self.failover.check(self.record)
             except SchedulerLost as lost:
                 self.end = str(lost)
                 cluster.end_reason = f"its scheduler was lost: {lost}"
                 cluster._tell(f"Cluster {cluster.options.name} shut down: {lost}")
                 self._ending = asyncio.create_task(cluster.ending.end_again())
                 return
-            except (*NO_ANSWER, CMLError, ValueError) as error:
-                logger.info("Scheduler of cluster %s not checked: %r", cluster.options.name, error)
-                self.failover.note(str(error) or repr(error))
-            except Exception as error:  # a programming error, or of a subclass
-                self._note_failure(error)
             await asyncio.sleep(timing.retry)
 
-    def _note_failure(self, error: Exception) -> None:
-        """Log an error of :meth:`_follow` once, and show it until that succeeds."""
-        if self._failure is None:
-            logger.exception("Cannot follow cluster %s", self._cluster.options.name)
-        self._failure = f"cannot follow the cluster: {error!r}"
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """Note why the scheduler is not reached or checked, and log that when it changes."""
+        name = self._cluster.options.name
+        try:
+            yield
+        except SchedulerLost:
+            raise
+        except (*NO_ANSWER, CMLError, ValueError) as error:
+            words = str(error) or repr(error)
+            if words != self.failover.problem:
+                logger.info("Scheduler of cluster %s not %s: %r", name, what, error)
+            self.failover.note(words)
+        except Exception as error:  # a programming error, or of a subclass
+            if self._failure is None:
+                logger.exception("Cannot follow cluster %s", name)
+            self._failure = f"cannot follow the cluster: {error!r}"
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
@@ -407,7 +405,7 @@ class Sharing:
             await self._yield()
         if self._follower is not None:
             for number, request in self.link.take_unreported():  # of a term that is over
-                self._post_soon(number, request)
+                self._keep_task(self._post(number, request))
             if is_picked:
                 await self._succeed(board)
         if self._follower is None and not self._cluster.connection.is_subscribed:
@@ -462,10 +460,7 @@ class Sharing:
         CMLError
             If the scheduler does not answer, or refuses it.
         """
-        return self._post_soon(self.link.next_number(), _request(kind, arguments))
-
-    def _post_soon(self, number: int, request: Request) -> asyncio.Task[None]:
-        return self._keep_task(self._post(number, request))
+        return self._keep_task(self._post(self.link.next_number(), _request(kind, arguments)))
 
     async def _post(self, number: int, request: Request) -> None:
         await self.link.post(number, request)
