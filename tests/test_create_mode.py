@@ -9,7 +9,7 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, log_of, make, name_other_clusters, rebuild, simulate
+from clusters import arrived, create_and_kill, log_of, name_other_clusters, rebuild, simulate
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
@@ -27,6 +27,7 @@ def lab(**options):
     return simulate(name="lab", **options)
 
 
+@pytest.mark.slow
 def test_connecting_without_await_wants_none_of_the_first_workers_again(platform, until, monkeypatch):
     with CMLCluster(name="lab", n_workers=1, platform="local", quiet=True) as first:
         until(lambda: arrived(first) == 1)
@@ -52,6 +53,7 @@ async def test_a_busy_scheduler_may_answer_as_late_as_dasks_clients_allow(it):
         it.platform.evict(session)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_running_cluster_does_not_take_worker_groups_from_the_configuration(it):
     async with lab(memory=2, worker_groups={}):
@@ -62,15 +64,15 @@ async def test_a_running_cluster_does_not_take_worker_groups_from_the_configurat
                     assert other.worker_groups.keys() == {"default"}
 
 
-@pytest.mark.parametrize("mode", ["connect", "create-or-connect"])
 @simulated
-async def test_a_cluster_of_an_older_release_is_left_alone(it, mode):
+async def test_a_cluster_of_an_older_release_is_left_alone(it):
     async with lab(n_workers=1) as first:
         file = state_directory() / "lab" / RECORD_FILE
         content = file.read_text()
         file.write_text(json.dumps({**json.loads(content), "version": 1}))
-        with pytest.raises(CMLError, match="cluster 'lab' was created by another dask-cml"):
-            await lab(create_mode=mode)
+        for mode in "connect", "create-or-connect":
+            with pytest.raises(CMLError, match="cluster 'lab' was created by another dask-cml"):
+                await lab(create_mode=mode)
         file.write_text(content)
         await eventually(lambda: arrived(first) == 1)
         assert len(it.platform.live) == 2
@@ -95,6 +97,7 @@ async def test_a_scheduler_of_another_release_or_cluster_is_left_alone_and_named
         assert len(it.platform.live) == 2
 
 
+@pytest.mark.slow
 @simulated
 async def test_connecting_uses_the_platform_of_the_cluster(it):
     platforms = {"auto": it.platform, "local": SimulatedPlatform()}
@@ -108,12 +111,7 @@ async def test_connecting_uses_the_platform_of_the_cluster(it):
     assert platforms["local"].all == {}
 
 
-async def test_from_name_finds_the_platform_of_the_cluster(platform):
-    async with make(name="lab") as first, rebuild("lab") as again:
-        assert again.scheduler_address == first.scheduler_address
-        assert again.options.platform == "local"
-
-
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypatch):
     def spec(*arguments):
@@ -127,16 +125,16 @@ async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypa
         assert "another cluster" not in log_of(first)
 
 
-@pytest.mark.parametrize("session", ["lab-scheduler", "lab-0"])
+@pytest.mark.slow
 @simulated
-async def test_a_session_of_a_cluster_creates_a_cluster_only_if_the_code_says_so(it, session):
+async def test_a_session_of_a_cluster_creates_a_cluster_only_if_the_code_says_so(it):
     async def create(**options):
         async with simulate(name="other", **options):
             return {*it.platform.running}
 
     async with lab(n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        process = it.sessions.processes[it.platform.running[session]]
+        process = it.sessions.processes[it.platform.running["lab-0"]]
         with pytest.raises(
             CMLError, match=r"this process runs in a session of cluster lab.*create_mode='create'"
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from distributed import Client, wait
 from simulated.testing import eventually, simulated
 from testbed import networks
 
-from dask_cml import CMLCluster, local
+from dask_cml import CMLCluster
 from dask_cml.local import processes
 from dask_cml.protocol import HELD
-from dask_cml.sessions.session import Phase
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -36,6 +34,7 @@ def freeze(session):
         process.suspend()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):
     monkeypatch.setattr(timing, "long_retirement", 0.5)
@@ -129,32 +128,6 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
         assert "abandoned" not in log_of(cluster)
         assert (await client.gather(future)).made == made
     assert made.read_text() == "once\n"
-
-
-@pytest.fixture
-def listings(platform, monkeypatch):
-    """When the sessions were listed."""
-    moments = []
-    list_workers = local.list_workers
-
-    @functools.wraps(list_workers)
-    def noted():
-        moments.append(time.monotonic())
-        return list_workers()
-
-    monkeypatch.setattr(local, "list_workers", noted)
-    return moments
-
-
-@pytest.mark.slow
-async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, listings):
-    with dask.config.set({"cml.api.watch-interval": "2s", "cml.api.poll-interval": "10ms"}):
-        async with make(n_workers=1) as cluster:
-            await holds(lambda: arrived(cluster) == 1)
-            await holds(lambda: all(worker.phase is Phase.RUNNING for worker in cluster.workers.values()))
-            settled = len(listings) + 1  # one may be under way
-            await holds(lambda: len(listings) == settled + 3)
-            assert listings[settled + 2] - listings[settled] > 3
 
 
 @pytest.mark.slow

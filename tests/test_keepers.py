@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -19,12 +16,10 @@ from clusters import (
     create_elsewhere,
     cut_off,
     forget_session,
-    is_connected,
     is_keeper,
     launch,
     limits,
     lines_of,
-    live,
     make,
     manages,
     n_supplied,
@@ -36,7 +31,6 @@ from clusters import (
     stop_managing,
     take_board,
     target,
-    until_written,
     waits,
     wanted,
     who_gave_up,
@@ -82,6 +76,7 @@ def has(cluster, n):
 # -- remotes
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_remote_shows_what_the_keeper_says(it):
     with dask.config.set({"cml.failure-limit": 1}):
@@ -102,6 +97,7 @@ async def test_a_remote_shows_what_the_keeper_says(it):
             assert "problem" not in repr(remote)
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_plans_of_a_cluster_without_keys_have_none_in_a_remote(it):
     async with shared() as keeper, rebuild("shared") as remote:
@@ -122,6 +118,7 @@ async def test_a_change_that_the_board_refuses_is_an_error_in_its_words(it):
         await eventually(lambda: "gpu" not in remote.worker_groups)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_group_that_is_deleted_and_added_again_at_once_is_the_new_one(it):
     async with shared() as keeper, rebuild("shared") as remote:
@@ -133,15 +130,7 @@ async def test_a_group_that_is_deleted_and_added_again_at_once_is_the_new_one(it
         assert keeper.worker_groups["big"].size == SessionSize(2, 2)
 
 
-@simulated
-async def test_a_remote_closes_workers_by_their_names(it):
-    async with shared(n_workers=3) as keeper, rebuild("shared") as remote:
-        await eventually(lambda: has(keeper, 3) and has(remote, 3))
-        await remote.scale_down(["shared-1"])
-        await eventually(lambda: has(keeper, 2) and has(remote, 2))
-        assert keeper.workers.keys() == {"shared-0", "shared-2"}
-
-
+@pytest.mark.slow
 @simulated
 async def test_a_specification_by_hand_is_refused_by_a_process_that_does_not_manage_the_cluster(it):
     async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
@@ -154,43 +143,10 @@ async def test_a_specification_by_hand_is_refused_by_a_process_that_does_not_man
         assert has(keeper, 1)
 
 
-@simulated
-async def test_the_keeper_adapts_for_a_remote_that_has_left_and_so_does_the_next_keeper(it):
-    keeper = await shared()
-    async with rebuild("shared") as remote:
-        remote.adapt(minimum=1, maximum=2)
-        await until_written(remote)
-    await eventually(lambda: arrived(keeper) == 1)
-    assert limits(keeper) == (1, 2)
-    async with rebuild("shared") as third, Client(third, asynchronous=True) as client:
-        await keeper.leave()
-        await eventually(lambda: is_keeper(third) and limits(third) == (1, 2))
-        futures = client.map(asyncio.sleep, [3600] * 1000, pure=False)
-        await eventually(lambda: has(third, 2))
-        await client.cancel(futures)
-        await third.shutdown()
-
-
 # -- who keeps the cluster
 
 
-@simulated
-async def test_a_remote_keeps_the_cluster_when_the_keeper_leaves(it):
-    keeper = await shared(n_workers=1)
-    async with rebuild("shared") as other:
-        await eventually(lambda: arrived(other) == 1)
-        assert not is_keeper(other)
-        before = store.read("shared").sessions
-        await keeper.leave()
-        assert store.read("shared").sessions == before
-        await eventually(lambda: is_keeper(other))
-        assert {session.id for session in other.sessions} == {*before}
-        other.scale(2)
-        await eventually(lambda: has(other, 2) and len(other.workers) == 2)
-        await other.shutdown()
-    assert not it.platform.running
-
-
+@pytest.mark.slow
 @simulated
 async def test_one_of_several_remotes_keeps_the_cluster_when_the_keepers_process_dies(it):
     async def create():
@@ -217,36 +173,6 @@ async def test_one_of_several_remotes_keeps_the_cluster_when_the_keepers_process
         await one.shutdown()
 
 
-@simulated
-async def test_a_keeper_that_was_silent_for_a_lease_becomes_a_remote_and_stops_nothing(it):
-    async with shared(n_workers=2) as former, rebuild("shared") as other:
-        await eventually(lambda: has(former, 2))
-        before = {*it.platform.running.values()}
-        heal = cut_off(former)
-        await eventually(lambda: is_keeper(other))
-        assert not is_keeper(former)
-        await asyncio.sleep(2 * timing.lease)
-        assert {*it.platform.running.values()} == before
-        heal()
-        await eventually(lambda: is_connected(former) and not manages(former))
-        await eventually(lambda: has(former, target(other)))
-        assert {*it.platform.running.values()} == before
-        other.scale(3)
-        await eventually(lambda: has(other, 3) and has(former, 3))
-        assert is_keeper(other)
-
-
-@simulated
-async def test_what_the_keeper_was_asked_for_meanwhile_reaches_the_board_later(it):
-    async with shared() as keeper, rebuild("shared") as remote:
-        heal = cut_off(keeper)
-        keeper.scale(2)
-        await asyncio.sleep(timing.retry)
-        heal()
-        await eventually(lambda: has(keeper, 2) and has(remote, 2))
-        assert is_keeper(keeper)
-
-
 def scale_up(cluster):
     cluster.scale(2)
 
@@ -260,8 +186,8 @@ def add_by_hand(cluster):
     cluster._correct_state()
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-@pytest.mark.parametrize("ask", [scale_up, adapt, add_by_hand])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ask", "leaves"), [(scale_up, False), (adapt, True), (add_by_hand, False)])
 @simulated
 async def test_what_a_former_keeper_is_asked_for_before_it_notices_reaches_the_board(it, ask, leaves):
     async with shared(n_workers=1) as former, rebuild("shared", shutdown_on_close=True) as other:
@@ -277,6 +203,7 @@ async def test_what_a_former_keeper_is_asked_for_before_it_notices_reaches_the_b
         assert limits(other) == ((2, 3) if ask is adapt else None)
 
 
+@pytest.mark.slow
 @simulated
 async def test_what_a_silent_keeper_was_asked_for_counts_when_it_answers_again(it):
     async with shared(n_workers=1) as former, rebuild("shared") as other:
@@ -308,6 +235,7 @@ async def test_a_request_after_the_first_board_is_written_reaches_the_board(it, 
         assert limits(cluster) == (1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("create_mode", ["connect", "create-or-connect"])
 @simulated
 async def test_a_cluster_that_may_run_already_takes_no_request_before_it_is_connected(it, create_mode):
@@ -335,6 +263,7 @@ async def test_a_user_who_scales_after_a_request_that_the_keeper_knows_is_the_la
         assert len(cluster.worker_spec) == 2
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_user_who_scales_while_the_keeper_takes_a_request_is_the_last(it):
     async with shared() as keeper, rebuild("shared") as remote:
@@ -353,36 +282,6 @@ async def test_a_user_who_scales_while_the_keeper_takes_a_request_is_the_last(it
         await eventually(lambda: has(keeper, 3) and has(remote, 3))
 
 
-FROZEN = """
-import time
-from dask_cml import CMLCluster
-
-if __name__ == "__main__":
-    cluster = CMLCluster(n_workers=1, name="shared", platform="local", shutdown_on_close=False, quiet=True)
-    while cluster.n_pending:
-        time.sleep(0.05)
-    print(cluster.keeps, flush=True)
-    while cluster._is_keeper:
-        time.sleep(0.05)
-    print(cluster.keeps, flush=True)
-"""
-
-
-@pytest.mark.slow
-async def test_a_process_that_was_frozen_finds_the_cluster_kept_by_another_and_leaves_it(locally, holds):
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FROZEN, stdout=subprocess.PIPE)
-    assert await process.stdout.readline() == b"True\n"
-    async with rebuild("shared") as other:
-        process.send_signal(signal.SIGSTOP)
-        await holds(lambda: is_keeper(other) and arrived(other) == 1)
-        process.send_signal(signal.SIGCONT)
-        assert await process.stdout.readline() == b"False\n"
-        assert await process.wait() == 0
-        other.scale(2)
-        await holds(lambda: has(other, 2) and len(live(locally)) == 3)
-        await other.shutdown()
-
-
 class Named(CMLCluster):
     """A cluster whose subclass names the workers."""
 
@@ -397,6 +296,7 @@ class LikeAGroup(CMLCluster):
         return f"{self.options.name}-worker-{worker_number}"
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_names(it):
     async def create():
@@ -434,10 +334,10 @@ async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_n
         assert (await n_supplied(cluster, "default"), await n_supplied(cluster, "gpu")) == (1, 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"cpu": 2, "processes": 2}], ids=["one", "processes"])
+@pytest.mark.slow
 @simulated
-async def test_the_next_keeper_retires_the_workers_of_a_group_that_was_deleted_meanwhile(it, options):
-    groups = {"gpu": {"n_workers": 1, **options}}
+async def test_the_next_keeper_retires_the_workers_of_a_group_that_was_deleted_meanwhile(it):
+    groups = {"gpu": {"n_workers": 1, "cpu": 2, "processes": 2}}
     creator = await create_elsewhere(it, name="shared", n_workers=1, worker_groups=groups, worker_args=[])
     async with (
         rebuild("shared", shutdown_on_close=True) as cluster,
@@ -452,6 +352,7 @@ async def test_the_next_keeper_retires_the_workers_of_a_group_that_was_deleted_m
         assert await future == bytes(1000)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_worker_that_nobody_wants_or_has_launched_is_retired_before_it_is_stopped(it):
     async with shared(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
@@ -460,10 +361,13 @@ async def test_a_worker_that_nobody_wants_or_has_launched_is_retired_before_it_i
         unknown = cluster.workers.pop("shared-1")
         del cluster.worker_spec["shared-1"]
         forget_session(cluster, unknown.session_id)
+        for file in (state_directory() / "shared" / SESSIONS_FOLDER).glob(f"{unknown.session_id}*"):
+            file.unlink()
         await eventually(lambda: unknown.session_id not in it.platform.live)
         assert await future == bytes(1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [CMLCluster, Named])
 @simulated
 async def test_the_next_keeper_gives_no_name_again(it, cls):
@@ -489,6 +393,7 @@ async def test_the_next_keeper_gives_no_name_again(it, cls):
         assert cluster.problem is None
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_whose_name_was_given_before_is_replaced_and_no_failure(it):
     with dask.config.set({"cml.failure-limit": 1}):
@@ -506,12 +411,7 @@ async def test_a_session_whose_name_was_given_before_is_replaced_and_no_failure(
             assert not any("lost: " in line for line in lines_of(cluster))
 
 
-async def test_others_get_the_link_to_the_dashboard(platform, holds):
-    async with make(name="mine") as cluster:
-        await holds(lambda: store.read("mine").scheduler.app_url is not None)
-        assert store.read("mine").scheduler.app_url == cluster.sessions[0].app_url
-
-
+@pytest.mark.slow
 async def test_others_get_the_link_although_the_creator_leaves_before_its_first_look(
     locally, holds, monkeypatch
 ):
@@ -552,6 +452,7 @@ async def test_a_keeper_whose_record_was_removed_stops_its_sessions_when_it_leav
     assert it.clusters == []
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_when_it_leaves(it, monkeypatch):
     def not_found(folder):
@@ -567,6 +468,7 @@ async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_whe
     await (await rebuild("shared")).shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it, monkeypatch):
     async def _stop_looking():
@@ -592,6 +494,7 @@ async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it,
         await eventually(lambda: is_keeper(cluster) and has(cluster, 1))
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_that_is_launched_while_the_record_is_read_is_no_stray(it, monkeypatch, caplog):
     def read_slowly(record):
@@ -648,6 +551,7 @@ def sleeping(it):
     return session
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_in_the_record_that_nobody_launched_is_stopped(it):
     stray = sleeping(it)
@@ -671,6 +575,7 @@ async def test_the_next_keeper_stops_an_old_session_that_nobody_launched_at_once
         await cluster.shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_whose_launch_was_not_answered_and_is_not_wanted_any_more_is_stopped(it):
     async with shared() as cluster:
@@ -681,6 +586,7 @@ async def test_a_session_whose_launch_was_not_answered_and_is_not_wanted_any_mor
         await eventually(lambda: len(it.platform.live) == 1)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_that_is_recorded_again_after_its_end_is_ended_again_in_the_record(it):
     """The platform's answer to a launch may come after another process has stopped the session."""
@@ -706,19 +612,7 @@ async def test_a_wanted_worker_whose_session_is_not_in_the_record_is_taken_over_
         await cluster.shutdown()
 
 
-@simulated
-async def test_a_connected_worker_that_nobody_wants_or_has_recorded_is_stopped(it):
-    async with shared(n_workers=2) as cluster:
-        await eventually(lambda: has(cluster, 2))
-        unknown = cluster.workers.pop("shared-1")
-        del cluster.worker_spec["shared-1"]
-        forget_session(cluster, unknown.session_id)
-        for file in (state_directory() / "shared" / SESSIONS_FOLDER).glob(f"{unknown.session_id}*"):
-            file.unlink()
-        await eventually(lambda: unknown.session_id not in it.platform.live)
-        await eventually(lambda: has(cluster, 1))
-
-
+@pytest.mark.slow
 @simulated
 async def test_dask_workers_that_are_not_named_like_the_clusters_stay(it, caplog):
     async with (
@@ -732,6 +626,7 @@ async def test_dask_workers_that_are_not_named_like_the_clusters_stay(it, caplog
     assert "Cannot manage" not in caplog.text
 
 
+@pytest.mark.slow
 @simulated
 async def test_events_are_kept_that_are_noted_while_the_scheduler_answers(it, monkeypatch):
     async def send_slowly(self, **values):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import pytest
 from clusters import (
@@ -32,12 +31,11 @@ from dask_cml.scheduler.resident import WHO
 from dask_cml.sharing.link import BoardState, Link
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_remote_sees_the_workers_of_another_scheduler(it):
     """It counts moves of workers anew: as many as it knows from the lost one say nothing."""
-    async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(simulate(name="mine", n_workers=1))
-        remote = await stack.enter_async_context(rebuild(cluster.options.name))
+    async with simulate(name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
         await eventually(lambda: arrived(remote) == 1)
         may_follow = asyncio.Event()
 
@@ -54,6 +52,7 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
         await eventually(lambda: arrived(remote) == 1)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_remote_that_has_waited_for_workers_shows_them_although_an_older_answer_comes_later(it):
     async with simulate(name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
@@ -83,11 +82,10 @@ async def test_a_remote_that_has_waited_for_workers_shows_them_although_an_older
         assert {*counts} == {3}
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_change_that_a_remote_cannot_write_is_not_remembered(it):
-    async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(simulate(name="mine", n_workers=2))
-        remote = await stack.enter_async_context(rebuild(cluster.options.name))
+    async with simulate(name="mine", n_workers=2) as cluster, rebuild("mine") as remote:
         await eventually(lambda: arrived(remote) == 2)
         [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
         it.sessions.freeze(scheduler.id)
@@ -105,14 +103,11 @@ async def test_a_cluster_that_is_shut_down_while_it_is_entered_says_so(it):
         remote = rebuild(cluster.options.name)
         correct = remote._correct_state
 
-        def close_meanwhile():
-            return asyncio.ensure_future(close_and_correct())
-
         async def close_and_correct():
             await remote.close()
             await correct()
 
-        remote._correct_state = close_meanwhile
+        remote._correct_state = lambda: asyncio.ensure_future(close_and_correct())
         with pytest.raises(CMLError, match="not connected: cluster mine is closed"):
             async with remote:
                 pytest.fail("it was entered")
@@ -166,6 +161,7 @@ async def test_who_cannot_succeed_a_keeper_leaves_the_cluster_to_another_process
             await second.shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_request_that_the_scheduler_has_by_a_report_is_not_posted_again_by_who_leaves(it):
     """Another user may have asked for something else meanwhile."""
@@ -197,6 +193,7 @@ async def test_the_answer_of_a_replaced_scheduler_does_not_count_for_a_request()
     assert (link.board.revision, link.board.keeper) == (4, "me")
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_is_found_whose_scheduler_names_no_session(it, monkeypatch):
     def without_session(self):

@@ -44,22 +44,11 @@ def test_one_session_for_the_scheduler_and_one_for_each_worker(shared_platform, 
     }
 
 
-def test_running_sessions_have_their_status_and_address(cluster, client, until):
-    until(lambda: all(session.status == "running" for session in cluster.sessions))
-    assert {session.address for session in cluster.sessions} == {"127.0.0.1"}
-
-
 def test_adapting_closes_workers_by_the_groups_of_their_key(cluster, client):
     for key, closed in (lambda worker: "all", 0), (lambda worker: worker.name, 1):
         adaptive = cluster.adapt(minimum=0, maximum=2, interval="1 hour", worker_key=key)
         assert len(cluster.sync(adaptive.workers_to_close, 1)) == closed
     cluster.scale(2)
-
-
-def test_scale_ends_adapting(cluster, client):
-    adaptive = cluster.adapt(minimum=0, maximum=2, interval="1 hour")
-    cluster.scale(2)
-    assert adaptive.periodic_callback is None
 
 
 def test_restart_keeps_the_workers(cluster, client):

@@ -66,6 +66,7 @@ def seen(cluster: CMLCluster) -> list[tuple[str, str, str]]:
 # -- the last request counts
 
 
+@pytest.mark.slow
 @simulated
 async def test_who_scales_while_it_takes_over_ends_adaptive_scaling(it):
     creator = await create_elsewhere(it, name="lab", n_workers=1)
@@ -83,6 +84,7 @@ async def test_who_scales_while_it_takes_over_ends_adaptive_scaling(it):
         assert (limits(remote), target(remote), arrived(remote)) == (None, 3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [0.0, 1.0])
 @simulated
 async def test_scale_after_a_worker_was_closed_by_its_name_counts(it, busy):
@@ -99,6 +101,7 @@ async def test_scale_after_a_worker_was_closed_by_its_name_counts(it, busy):
     assert reached == (3, 3, False)
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_worker_to_close_stays_the_same_if_its_manager_dies_meanwhile(it):
     creator = await create_elsewhere(it, name="lab", security=True, n_workers=3)
@@ -126,6 +129,7 @@ async def test_the_worker_to_close_stays_the_same_if_its_manager_dies_meanwhile(
 # -- a manager that was away
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_manager_that_was_stopped_for_a_minute_does_nothing_to_its_successors_workers(it):
     """The scheduler is busy when it goes on, so it cannot hear at once that it was replaced."""
@@ -157,6 +161,7 @@ async def test_a_manager_that_was_stopped_for_a_minute_does_nothing_to_its_succe
     assert status == "finished"
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_manager_that_was_stopped_in_the_middle_of_a_step_launches_nothing_again(it):
     creator = it.process("creator", NOTEBOOK)
@@ -175,6 +180,7 @@ async def test_a_manager_that_was_stopped_in_the_middle_of_a_step_launches_nothi
         await other.shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_manager_that_regains_a_cluster_knows_what_was_done_meanwhile(it):
     creator = it.process("creator", NOTEBOOK)
@@ -202,6 +208,7 @@ async def test_a_manager_that_regains_a_cluster_knows_what_was_done_meanwhile(it
     assert "lost" not in log_of(first)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_manager_that_regains_a_cluster_launches_no_queued_session_again(it):
     creator = it.process("creator", NOTEBOOK)
@@ -225,6 +232,7 @@ async def test_a_manager_that_regains_a_cluster_launches_no_queued_session_again
     await shut_down("lab")
 
 
+@pytest.mark.slow
 @simulated
 async def test_what_a_manager_says_that_regains_a_cluster_replaces_what_the_one_before_said(it):
     creator = it.process("creator", NOTEBOOK)
@@ -255,6 +263,7 @@ async def test_what_a_manager_says_that_regains_a_cluster_replaces_what_the_one_
 # -- leaving
 
 
+@pytest.mark.slow
 @simulated
 async def test_who_leaves_a_cluster_that_lives_on_leaves_the_rest_to_its_schedulers_session(it, caplog):
     cluster = await simulate(**NIGHT, n_workers=1)
@@ -272,6 +281,7 @@ async def test_who_leaves_a_cluster_that_lives_on_leaves_the_rest_to_its_schedul
 # -- passers-by
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_lives_on_is_managed_while_a_monitor_connects_every_ten_seconds(it):
     async def monitor() -> None:
@@ -291,6 +301,7 @@ async def test_a_cluster_that_lives_on_is_managed_while_a_monitor_connects_every
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_notebook_that_stays_manages_a_cluster_that_lives_on(it):
     await leave_alone(it, n_workers=1)
@@ -313,6 +324,7 @@ async def test_dask_ctls_list_does_not_manage_a_cluster(it):
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_dask_ctl_scales_a_cluster_that_lives_on(it):
     await leave_alone(it, n_workers=1)
@@ -328,6 +340,7 @@ async def test_dask_ctl_scales_a_cluster_that_lives_on(it):
 # -- dask cml adapt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 60.0])
 @simulated
 async def test_dask_cml_adapt_returns_whoever_manages_the_cluster(it, after):
@@ -346,6 +359,7 @@ async def test_dask_cml_adapt_returns_whoever_manages_the_cluster(it, after):
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_dask_cml_adapt_says_if_nobody_is_to_manage_the_cluster(it):
     creator = await create_elsewhere(it, name="lab", security=True)

@@ -43,6 +43,7 @@ async def test_another_scheduler_takes_its_place_and_clients_reconnect_by_themse
         assert cluster.scheduler_address == "cml://lab"
 
 
+@pytest.mark.slow
 @simulated
 async def test_results_published_data_and_variables_are_lost_and_futures_are_cancelled(it):
     async with simulate(**LAB, n_workers=1), Client("cml://lab", asynchronous=True) as client:
@@ -76,6 +77,7 @@ async def test_the_user_reads_the_loss_the_next_launch_and_that_it_is_connected(
         assert "scheduler restarted" in repr(cluster)
 
 
+@pytest.mark.slow
 @simulated
 async def test_groups_numbers_and_adaptive_limits_stay_and_other_notebooks_follow(it):
     async with simulate(**LAB) as cluster, rebuild("lab") as other:
@@ -105,6 +107,7 @@ async def test_after_so_many_in_a_row_the_cluster_ends(it, limit):
     assert words in ended["why"]
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_finished_task_begins_the_count_anew(it):
     with dask.config.set({"cml.scheduler-restarts": 1}):

@@ -62,6 +62,7 @@ async def why_ended():
 # -- it lives on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["the end of its block", "a crash"])
 @simulated
 async def test_a_cluster_with_shutdown_on_close_false_outlives_its_creator(it, end):
@@ -104,6 +105,7 @@ async def test_a_cluster_ends_with_the_session_that_launched_it(it):
 # -- nobody is there
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_is_left_alone_replaces_a_lost_worker(it):
     await create_and_die(it, n_workers=2)
@@ -135,6 +137,7 @@ async def test_a_cluster_that_is_left_alone_adapts(it):
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_is_left_alone_ends_when_it_is_idle(it):
     await create_and_die(it, n_workers=1, idle_timeout="60s")
@@ -143,6 +146,7 @@ async def test_a_cluster_that_is_left_alone_ends_when_it_is_idle(it):
     assert await why_ended() == "idle for 60 s"
 
 
+@pytest.mark.slow
 @simulated
 async def test_an_idle_cluster_ends_although_clients_are_connected(it):
     await create_and_die(it, n_workers=1, idle_timeout="60s")
@@ -153,6 +157,7 @@ async def test_an_idle_cluster_ends_although_clients_are_connected(it):
     assert await why_ended() == "idle for 60 s"
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_is_left_alone_ends_with_its_scheduler(it):
     await create_and_die(it, n_workers=2)
@@ -163,6 +168,7 @@ async def test_a_cluster_that_is_left_alone_ends_with_its_scheduler(it):
     assert it.platform.count("launch_workers") == n_launched
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_whose_tasks_wait_in_vain_for_a_worker_ends_when_nobody_manages_it(it):
     await create_and_die(it, n_workers=1, idle_timeout="120s")
@@ -180,6 +186,7 @@ async def test_a_cluster_whose_tasks_wait_in_vain_for_a_worker_ends_when_nobody_
     assert await why_ended() == waited
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_whose_workers_are_queued_waits_for_them(it):
     await create_and_die(it, n_workers=1, idle_timeout="120s")
@@ -196,6 +203,7 @@ async def test_a_cluster_whose_workers_are_queued_waits_for_them(it):
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_info_shows_why_the_schedulers_session_launches_nothing(it):
     await create_and_die(it, n_workers=1)
@@ -247,6 +255,7 @@ def test_a_cluster_of_a_killed_program_is_managed_to_its_end(platform, until):
 # -- who manages it
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_process_that_created_a_cluster_manages_it_while_it_runs(it):
     async with simulate(**NIGHT, n_workers=1) as cluster:
@@ -255,6 +264,7 @@ async def test_the_process_that_created_a_cluster_manages_it_while_it_runs(it):
         await cluster.shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_another_notebook_manages_the_cluster_and_hands_it_back_when_it_leaves(it):
     await create_and_die(it, n_workers=1)
@@ -270,6 +280,7 @@ async def test_another_notebook_manages_the_cluster_and_hands_it_back_when_it_le
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_schedulers_session_manages_a_cluster_that_a_command_has_scaled(it):
     await create_and_die(it)
@@ -290,6 +301,7 @@ async def test_commands_that_only_look_leave_the_manager_alone(it):
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_change_that_the_notebook_has_not_carried_out_when_it_dies_is_carried_out(it):
     creator = await create_elsewhere(it, **NIGHT)

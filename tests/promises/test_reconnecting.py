@@ -73,6 +73,7 @@ def test_a_cluster_of_a_killed_process_is_used_and_shut_down_by_another(platform
     assert not live(platform)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_of_a_killed_kernel_goes_on_from_another_session_which_lists_none_of_it(it):
     async def go_on():
@@ -145,6 +146,7 @@ async def test_the_name_of_a_cluster_whose_scheduler_has_ended_is_free_and_its_s
         assert it.platform.live == [session.id for session in cluster.sessions]
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_notebook_that_was_frozen_becomes_one_of_several_and_stops_nothing(it):
     async def use():

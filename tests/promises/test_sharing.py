@@ -109,6 +109,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_a_process_without_our_import_uses_a_cluster_by_its_name(platform, tmp_path):
     with CMLCluster(n_workers=2, name="night shift, 50%", platform="local", worker_args=[], quiet=True):
         address = "cml://night%20shift%2C%2050%25"
@@ -146,6 +147,7 @@ async def test_a_name_is_unique_in_a_project(it):
 # -- create or connect
 
 
+@pytest.mark.slow
 @simulated
 async def test_create_or_connect_connects_to_a_running_cluster_and_changes_none_of_its_options(it):
     async with simulate(**LAB, n_workers=1) as first:
@@ -200,6 +202,7 @@ async def test_all_scale_it_all_see_the_same_and_the_last_request_counts(it):
         assert first.problem is second.problem is None
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_scale_in_one_process_ends_adaptive_scaling_that_another_began(it):
     async with simulate(**LAB) as first, rebuild("lab") as second:
@@ -213,6 +216,7 @@ async def test_a_scale_in_one_process_ends_adaptive_scaling_that_another_began(i
         await eventually(lambda: limits(first) is None and has(first, 1))
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_manager_adapts_on_when_the_process_that_began_it_has_left(it):
     async with simulate(**LAB) as first:
@@ -225,6 +229,7 @@ async def test_the_manager_adapts_on_when_the_process_that_began_it_has_left(it)
             await client.cancel(futures)
 
 
+@pytest.mark.slow
 @simulated
 async def test_another_process_adds_scales_adapts_and_deletes_groups(it):
     async with simulate(**LAB) as first, rebuild("lab") as second:
@@ -248,6 +253,7 @@ async def test_what_a_process_asks_for_comes_true_although_it_leaves_at_once(it)
         await eventually(lambda: has(first, 2))
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_process_that_cannot_reach_the_scheduler_gets_an_error_and_nothing_is_remembered(it):
     async with simulate(**LAB) as first, rebuild("lab") as second:
@@ -261,6 +267,7 @@ async def test_a_process_that_cannot_reach_the_scheduler_gets_an_error_and_nothi
         assert {*it.platform.running} == {"lab-scheduler"}
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_lost_worker_is_replaced_once_however_many_processes_see_it(it):
     async with simulate(**LAB, n_workers=1) as first, rebuild("lab") as second, rebuild("lab") as third:
@@ -298,6 +305,7 @@ async def test_the_log_named_cluster_contains_what_happened_to_it(it):
         assert "Worker lab-0 lost: " in await shell("logs", "lab", "Cluster")
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     strict=True, reason="get_logs() returns as the log of the cluster only what its own process has said"
 )
@@ -312,6 +320,7 @@ async def test_another_process_reads_it_too(it):
 # -- leave it, or end it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connect", ["from_name", "connect", "create-or-connect"])
 @simulated
 async def test_the_end_of_a_connected_object_ends_nobody_elses_work(it, connect):
@@ -334,6 +343,7 @@ async def test_the_end_of_a_connected_object_ends_nobody_elses_work(it, connect)
     assert not it.platform.live
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connect", [False, True])
 @simulated
 async def test_leave_disconnects_and_leaves_it_running(it, connect):

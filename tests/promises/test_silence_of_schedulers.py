@@ -31,6 +31,7 @@ def let_lists_hang(it: World) -> None:
     it.platform.plan("list_workers", *[Mishap(before=700.0) for _ in range(40)])
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_at_night_survives_minutes_in_which_its_scheduler_is_frozen(it: World) -> None:
     creator = await create_elsewhere(it, name="night", security=True, shutdown_on_close=False, n_workers=2)
@@ -49,6 +50,7 @@ async def test_a_cluster_at_night_survives_minutes_in_which_its_scheduler_is_fro
     await (await rebuild("night")).shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_notebook_in_another_session_does_not_replace_a_scheduler_that_is_frozen(it: World) -> None:
     creator = await create_elsewhere(it, env=ELSEWHERE, name="lab", security=True, n_workers=1)
@@ -77,6 +79,7 @@ async def test_what_another_notebook_asks_for_is_done_at_once_while_the_platform
         await eventually(lambda: arrived(other) == 1, 30.0)
 
 
+@pytest.mark.slow
 @simulated
 async def test_adaptive_scaling_goes_on_while_the_platform_lists_nothing(it: World) -> None:
     async with (
@@ -89,6 +92,7 @@ async def test_adaptive_scaling_goes_on_while_the_platform_lists_nothing(it: Wor
         assert await asyncio.wait_for(client.submit(sum, [1, 2]), 60.0) == 3
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_notebook_connects_again_before_the_platform_lists_its_sessions(it: World) -> None:
     async with simulate(name="lab", n_workers=1) as cluster:
@@ -108,6 +112,7 @@ async def test_a_notebook_connects_again_before_the_platform_lists_its_sessions(
         assert it.platform.running == before
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_clients_of_a_replaced_scheduler_connect_to_the_next_one(it: World) -> None:
     async def use() -> None:
