@@ -1402,13 +1402,14 @@ class CMLCluster(SpecCluster):
         >>> [cluster.name for cluster in CMLCluster.open()]
         ['mine']
         """
-        clusters = []
-        for cluster in [*SpecCluster._instances]:
-            if not isinstance(cluster, cls) or cluster._rank is not None:  # a web UI only shows clusters
-                continue
-            if cluster.starting is not None and cluster.status != Status.closed:
-                clusters.append(cluster)
-        return clusters
+        return [
+            cluster
+            for cluster in [*SpecCluster._instances]
+            if isinstance(cluster, cls)
+            and cluster._rank is None  # a web UI only shows clusters
+            and cluster.starting is not None
+            and cluster.status != Status.closed
+        ]
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.

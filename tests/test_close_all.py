@@ -54,6 +54,7 @@ def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, is_loo
     all_closed(cluster, n_sessions=2)
 
 
+@pytest.mark.slow
 @simulated
 async def test_close_all_in_an_event_loop_logs_which_sessions_it_could_not_stop(it, caplog):
     unretrieved = []

@@ -432,6 +432,7 @@ def test_a_close_that_takes_longer_than_it_may_says_so_and_goes_on(closing, unti
     cluster.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_worker_processes")
 def test_sigterm_after_the_last_cluster_ends_the_program_as_ever(platform, all_stopped):
     """Even if a thread closed it, from where no handler can be set."""

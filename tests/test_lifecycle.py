@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+import urllib.request
 from contextlib import asynccontextmanager
 from unittest import mock
 
@@ -22,6 +23,7 @@ from clusters import (
     is_subscribed,
     lines_of,
     live,
+    make,
     manager,
     n_connected,
     rebuild,
@@ -72,7 +74,7 @@ async def test_nobody_connects_to_a_cluster_whose_scheduler_has_ended_and_all_he
     assert store.records() == []
 
 
-@pytest.mark.parametrize("security", [True, False])
+@pytest.mark.parametrize("security", [pytest.param(True, marks=pytest.mark.slow), False])
 @simulated
 async def test_a_silent_cluster_that_the_platform_does_not_list_keeps_its_name_until_it_is_deleted(
     it, security
@@ -251,7 +253,7 @@ async def close_night():
     await (await rebuild("night")).shutdown()
 
 
-@pytest.mark.parametrize(("enter", "n"), [(own, 3), (found, 0)])
+@pytest.mark.parametrize(("enter", "n"), [(own, 3), pytest.param(found, 0, marks=pytest.mark.slow)])
 @simulated
 async def test_who_keeps_a_cluster_next_carries_out_what_a_process_was_asked_for_that_leaves(it, enter, n):
     async with enter(1) as cluster:
@@ -261,7 +263,7 @@ async def test_who_keeps_a_cluster_next_carries_out_what_a_process_was_asked_for
     await close_night()
 
 
-@pytest.mark.parametrize("seconds", [3.0, 20.0])
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(20.0, marks=pytest.mark.slow)])
 @simulated
 async def test_a_session_whose_launch_is_answered_when_its_process_leaves_or_later_is_the_worker(it, seconds):
     """A process that leaves waits some seconds for the answer. Later ones are for whoever keeps next."""
@@ -323,20 +325,6 @@ async def test_what_a_process_asked_for_that_has_left_is_carried_out_although_th
     await close_night()
 
 
-@simulated
-async def test_shutdown_ends_a_cluster_at_once_whose_leaving_waits(it):
-    async with found(1) as cluster:
-        with it.platform.held("launch_workers"):
-            cluster.scale(2)
-            await eventually(lambda: it.platform.count("launch_workers") == 3)
-            leaving = asyncio.create_task(cluster.leave())
-            await asyncio.sleep(1)
-            assert not leaving.done()
-        await cluster.shutdown()
-        await leaving
-    assert not it.platform.running
-
-
 @pytest.mark.parametrize(
     ("options", "patience"),
     [
@@ -371,6 +359,17 @@ async def test_a_cluster_that_closes_while_its_folder_is_slowly_created_leaves_n
             await starting
         await asyncio.sleep(10.0)
     assert (it.clusters, it.platform.all) == ([], {})
+
+
+@pytest.mark.slow
+@pytest.mark.images
+async def test_the_dashboard_is_forwarded(platform):
+    async with make(forward_dashboard=True, scheduler_args=[]) as cluster:
+        link = cluster.dashboard_link
+        assert link.startswith("http://127.0.0.1:")
+        assert link != f"{cluster.sessions[0].app_url}status"
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(link, timeout=30).read())
+        assert b"Dask" in page
 
 
 @simulated
@@ -427,21 +426,3 @@ async def test_the_record_holds_every_session_and_is_its_owners_only(it):
         cluster.scale(1)
         await eventually(lambda: len(store.read("recorded").sessions) == 2)
     assert store.records() == []
-
-
-@simulated
-async def test_the_record_is_complete_before_the_scheduler_ends(it, monkeypatch):
-    async def note_end(op, *limit, **arguments):
-        done.append(op)
-        return await ask(op, *limit, **arguments)
-
-    async def note_write(processes):
-        done.append("record")
-        await write(processes)
-
-    async with simulate(name="lab") as cluster:
-        ask, done = cluster._ask_scheduler, []
-        await cluster._stop_looking()
-        monkeypatch.setattr(cluster, "_ask_scheduler", note_end)
-        write = step_in(cluster, "writes the record", note_write)
-    assert done == ["record", "terminate"]

@@ -92,6 +92,10 @@ async def test_the_spec_is_what_is_wanted_and_workers_are_its_instances(it):
             assert cluster.workers[name].name == name
             assert cluster.workers[name].options.nthreads == spec["options"]["nthreads"]
         assert isinstance(cluster.scheduler, cluster.scheduler_spec["cls"])
+        assert (cluster._threads_per_worker(), cluster._memory_per_worker()) == (1, 2 * 2**30)
+        assert cluster._supports_scaling
+        cluster.name = "label"
+        assert cluster.name == cluster._cluster_info["name"] == "label"
         await eventually(lambda: names(cluster) == {*cluster.worker_spec})
 
 
@@ -368,26 +372,6 @@ async def test_a_worker_that_cannot_start_later_is_tried_again_and_reported(it):
 
 
 # -- attributes
-
-
-@simulated
-async def test_assigned_attributes_are_kept(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        cluster.name = "label"
-        assert cluster.name == "label"
-        assert cluster._cluster_info["name"] == "label"
-        for attribute in ("status", "workers", "worker_spec", "new_spec", "scheduler", "scheduler_spec"):
-            before, value = getattr(cluster, attribute), object()
-            setattr(cluster, attribute, value)
-            assert getattr(cluster, attribute) is value
-            setattr(cluster, attribute, before)
-        for attribute in ("plan", "requested", "observed", "scheduler_address", "dashboard_link"):
-            with pytest.raises(AttributeError):
-                setattr(cluster, attribute, {})
-        assert cluster._supports_scaling
-        assert cluster._threads_per_worker() == 1
-        assert cluster._memory_per_worker() == 2 * 2**30
 
 
 @simulated

@@ -65,6 +65,7 @@ async def test_a_scheduler_that_waits_for_room_is_shown_so_and_workers_that_are_
         assert len(it.platform.all) == 2
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_runs(it):
     it.platform.configure(quota={"sessions": 2}, waits_for_room=True)

@@ -99,7 +99,9 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(it, fate, error, w
     assert it.clusters == []
 
 
-@pytest.mark.parametrize("limit", [{"scheduler_timeout": 90}, {"pending_timeout": 120}])
+@pytest.mark.parametrize(
+    "limit", [{"scheduler_timeout": 90}, pytest.param({"pending_timeout": 120}, marks=pytest.mark.slow)]
+)
 @simulated
 async def test_a_start_waits_for_its_scheduler_as_long_as_the_options_say(it, limit):
     [(option, seconds)] = limit.items()
