@@ -128,7 +128,9 @@ async def test_a_name_of_any_characters_links_to_the_page_of_the_cluster():
 
 async def test_pages_load_nothing_from_other_sites_contain_no_code_and_have_labels_and_unique_ids(ask):
     for path in [*PAGES, "clusters/none"]:
-        html = (await ask(path)).body.decode()
+        page = await ask(path)
+        assert page.headers["X-Frame-Options"] == "SAMEORIGIN"
+        html = page.body.decode()
         assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?! src=)|javascript:", html) == []
         links = re.findall(r'\s(?:src|action|data-action|data-url)="([^"]*)"', html)
         links += re.findall(r'<(?:link|a)[^>]* href="([^"]*)"', html)

@@ -91,6 +91,23 @@ async def test_the_history_names_the_users_who_created_and_deleted_a_cluster_on_
     assert one["usage"]["total"]["sessions"] == 1
 
 
+async def test_a_takeover_that_fails_in_any_way_is_tried_again(server, monkeypatch):
+    async def fail(_):
+        raise RuntimeError("of Dask")
+
+    monkeypatch.setattr(clusters_module.ServedCluster, "_start", fail)
+    monkeypatch.setattr(clusters_module, "may_connect", lambda *_: True)
+    monkeypatch.setattr(Maker, "lives", lambda _: False)
+    clusters = ProjectClusters()
+    clusters.records = {"id": Record("night", id="id", maker=Maker("elsewhere", 1, 1.0, "gone", serves=True))}
+    clusters.findings = {"id": None}
+    for _ in range(2):
+        await clusters.polled()
+        [cluster] = clusters.kept.values()
+        await cluster.task
+        assert clusters.kept == {}
+
+
 async def test_clusters_of_dead_and_silent_schedulers_are_described_by_their_records(server):
     maker, launches = Maker("elsewhere", 1, 1.0, "gone"), sessions(ssss="scheduler", wwww="day-0")
     dead = SchedulerState(address="tcp://127.0.0.1:1", closed="idle for 60 s")
@@ -213,17 +230,6 @@ async def test_a_cluster_that_fails_later_stays_listed_until_it_is_deleted_or_it
     await server.until("big", running)
     assert (await server.request("DELETE", "/api/clusters/big")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
-
-
-@on_page
-async def test_a_name_in_use_is_refused(server):
-    await server.post("/api/clusters", name="night")
-    await leave("day")
-    for name in ("night", "day"):
-        answer = await server.post("/api/clusters", name=name)
-        assert (answer.status, "already" in answer.json["error"]) == (409, True)
-    await server.until("day", running)
-    assert (await server.request("DELETE", "/api/clusters/day")).status == 200
 
 
 @pytest.mark.slow

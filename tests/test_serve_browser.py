@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
 from distributed import Client
 from lab import PATIENCE, Pane, browser, chromium, pictured, until
-from served import TOKEN, PageServer
+from served import PageServer
 
 from dask_cml.records import store
 
@@ -337,42 +335,3 @@ def test_the_page_works_with_the_keyboard_alone(opened, server):
     page.keyboard.press("Enter")
     page.wait_for_url(page.home)
     until(lambda: "typed" not in server.clusters)
-
-
-# -- users
-
-
-def test_another_origin_can_neither_change_clusters_nor_embed_the_page(opened, server, night):
-    cookies = {}
-
-    class Foreign(BaseHTTPRequestHandler):
-        def do_GET(self):
-            cookies[self.path] = self.headers["Cookie"] or ""
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(f"<iframe src='{server.url}'></iframe>".encode())
-
-        def log_message(self, *_):
-            pass
-
-    foreign = ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
-    threading.Thread(target=foreign.serve_forever, daemon=True).start()
-    try:
-        page = opened()
-        home = page.home
-        page.goto(f"http://127.0.0.1:{foreign.server_port}/")
-        page.evaluate(
-            """url => Promise.all(["POST", "DELETE"].map(method => fetch(url, {
-                method, mode: method == "POST" ? "no-cors" : "cors", credentials: "include", body: "{}",
-            }).catch(() => null)))""",
-            f"{home}api/clusters/{night}",
-        )
-        page.goto(f"http://127.0.0.1:{foreign.server_port}{urlsplit(home).path}")
-        assert page.frames[1].get_by_role("heading", name="Clusters").count() == 0
-    finally:
-        foreign.shutdown()
-        foreign.server_close()
-    assert server.clusters[night]["status"] == "running"
-    assert [path for path, cookie in cookies.items() if TOKEN in cookie] == [urlsplit(home).path]
-    assert "/" in cookies

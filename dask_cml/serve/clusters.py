@@ -128,7 +128,7 @@ class ProjectClusters(Observers):
             await cluster
         except Exception as error:  # of Dask, too: the next poll tries again
             logger.info("Cluster %s not managed: %s", cluster.name, error)
-            del self.kept[id]
+            self.kept.pop(id, None)
             await cluster.leave()
 
     async def close(self) -> None:
