@@ -113,9 +113,16 @@ def test_an_error_names_the_option_and_what_the_site_has(cmlapi):
 
 @simulated
 async def test_a_cluster_launches_its_sessions_with_the_ids(it, cmlapi):
+    for argument in "launch_options", "scheduler_launch_options":
+        with pytest.raises(ValueError, match=rf"invalid {argument}\['accelerator_label'\]='V100'"):
+            await simulate(name="mine", n_workers=1, **{argument: {"accelerator_label": "V100"}})
+    assert not it.platform.all
+    labels.known_labels.cache_clear()
+    cmlapi.errors = [ApiException(503), OSError("no route to host")]  # which passes
     group = {"n_workers": 1, "launch_options": {"rdma_network": [(ROCE, 2)]}}
     options = {"launch_options": {"accelerator_label": "A100"}, "worker_groups": {"net": group}}
     async with simulate(name="mine", n_workers=1, **options) as cluster:
+        assert cluster.problem is None
         await eventually(lambda: arrived(cluster) == 2)
         await cluster.add_worker_group("l4", 1, launch_options={"accelerator_label": "L4"})
         await eventually(lambda: arrived(cluster) == 3)
@@ -132,22 +139,7 @@ async def test_a_cluster_launches_its_sessions_with_the_ids(it, cmlapi):
         "mine-net-0": [None, [{"network_label_id": 7, "quantity": 2}]],
         "mine-l4-0": [4, None],
     }
-    assert cmlapi.calls == 1
-
-
-@pytest.mark.parametrize("argument", ["launch_options", "scheduler_launch_options"])
-@simulated
-async def test_an_unknown_name_is_refused_before_anything_is_launched(it, cmlapi, argument):
-    with pytest.raises(ValueError, match=rf"invalid {argument}\['accelerator_label'\]='V100'"):
-        await simulate(name="mine", n_workers=1, **{argument: {"accelerator_label": "V100"}})
-    assert not it.platform.all
-
-
-@simulated
-async def test_a_failure_of_cml_that_passes_delays_a_start(it, cmlapi):
-    cmlapi.errors = [ApiException(503), OSError("no route to host")]
-    async with simulate(name="mine", launch_options={"accelerator_label": "A100"}) as cluster:
-        assert cluster.problem is None
+    assert cmlapi.calls == 4
 
 
 @simulated

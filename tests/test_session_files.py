@@ -9,7 +9,7 @@ from dataclasses import replace
 from clusters import LAUNCHED, WANTED, arrived, end, folder_of, launch, new_record, simulate
 from simulated.testing import eventually, simulated
 
-from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
+from dask_cml.layout import SESSIONS_FOLDER
 from dask_cml.options import SessionSize
 from dask_cml.records.entries import end_file
 from dask_cml.records.store import (
@@ -103,17 +103,12 @@ def test_files_say_when_a_session_started_and_ended(state):
         "session-1": replace(waiting, ended=LAUNCHED + 60),
         "session-2": replace(running, ended=LAUNCHED + 60),
     }
-
-
-def test_a_name_that_is_being_taken_starts_no_session(state):
-    record = new_record("a")
-    claim(record, WANTED)
-    launch(record, "session-1", waiting=["session-1"])
-    taken = record.folder / STARTED_FOLDER / "a-0"
-    taken.touch(0o600)
-    assert read("a").launches["session-1"].started is None
-    taken.write_text("session-1")
-    assert read("a").launches["session-1"].started == taken.stat().st_mtime
+    launch(record, "session-3", waiting=["session-3"])
+    taken = record.folder / STARTED_FOLDER / "a-1"
+    taken.touch(0o600)  # the name is being taken
+    assert read("a").launches["session-3"].started is None
+    taken.write_text("session-3")
+    assert read("a").launches["session-3"].started == taken.stat().st_mtime
 
 
 def test_an_ended_session_keeps_its_last_known_state(state):
