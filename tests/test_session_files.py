@@ -9,7 +9,7 @@ from dataclasses import replace
 from clusters import LAUNCHED, WANTED, arrived, end, folder_of, launch, new_record, simulate
 from simulated.testing import eventually, simulated
 
-from dask_cml.layout import SESSIONS_FOLDER
+from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import SessionSize
 from dask_cml.records.entries import end_file
 from dask_cml.records.store import (
