@@ -84,6 +84,9 @@ async def test_sessions_that_are_not_connected_are_closed_first(it):
         cluster.adapt(3, 9, **FAST)
         await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-1", "mine-2"})
         assert work.choices == []
+        it.platform.doom("silent")
+        cluster.scale(4)
+        await eventually(lambda: len(cluster.workers) == 4)
         cluster.adapt(2, 9, memory_ratio=3, **FAST)
         await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-2"})
         assert {choice["memory_ratio"] for choice in work.choices} == {3}  # the user's argument

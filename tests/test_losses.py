@@ -153,17 +153,3 @@ async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it, m
         await asyncio.sleep(30)
         assert log_of(cluster) == ""
         assert [*cluster.worker_spec] == ["mine-0"]
-
-
-@simulated
-async def test_closing_a_worker_forgets_no_failure_of_the_others(it):
-    async with simulate(name="night", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        it.platform.doom("fails", times=5)
-        cluster.scale(2)
-        await eventually(lambda: "after 5 failures in a row" in (cluster.problem or ""), seconds=600)
-        launched = len(it.platform.all)
-        await cluster.scale_down(["night-0"])
-        await asyncio.sleep(60.0)
-        assert len(it.platform.all) == launched
-        assert "after 5 failures in a row" in cluster.problem

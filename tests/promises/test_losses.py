@@ -79,17 +79,22 @@ async def test_the_first_replacement_launches_at_once_and_the_next_ones_after_gr
 @pytest.mark.slow
 @simulated
 async def test_after_five_failures_in_a_row_the_cluster_stops_trying_until_scale(it):
-    async with simulate(name="night") as cluster:
+    async with simulate(name="night", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
         it.platform.doom("fails", times=5)
-        cluster.scale(1)
+        cluster.scale(2)
         words = "no new workers after 5 failures in a row"
         await eventually(lambda: words in (cluster.problem or ""))
         assert f"problem: {words}" in repr(cluster)
         assert words.replace("no", "Cluster night launches no") in log_of(cluster)
         await asyncio.sleep(1200.0)
-        assert len(it.platform.all) == 6
+        assert len(it.platform.all) == 7
+        await cluster.scale_down(["night-0"])  # which is no scaling
+        await asyncio.sleep(60.0)
+        assert len(it.platform.all) == 7
+        assert words in cluster.problem
         cluster.scale(1)
-        await eventually(lambda: connected(cluster) == {"night-5"})
+        await eventually(lambda: connected(cluster) == {"night-6"})
         await eventually(lambda: cluster.problem is None)
 
 
