@@ -43,7 +43,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
 from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
-from dask_cml.options import SessionSize, state_directory
+from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
 from dask_cml.scheduler.board import Letter, Request
@@ -120,18 +120,6 @@ async def test_a_change_that_the_board_refuses_is_an_error_in_its_words(it):
 
 @pytest.mark.slow
 @simulated
-async def test_a_group_that_is_deleted_and_added_again_at_once_is_the_new_one(it):
-    async with shared() as keeper, rebuild("shared") as remote:
-        await remote.add_worker_group("big", cpu=1, memory=1)
-        await eventually(lambda: "big" in keeper.worker_groups)
-        await remote.delete_worker_group("big")
-        await remote.add_worker_group("big", n_workers=1, cpu=2, memory=2)
-        await eventually(lambda: keeper.worker_groups["big"].n_arrived == 1)
-        assert keeper.worker_groups["big"].size == SessionSize(2, 2)
-
-
-@pytest.mark.slow
-@simulated
 async def test_a_specification_by_hand_is_refused_by_a_process_that_does_not_manage_the_cluster(it):
     async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
         await eventually(lambda: has(remote, 1))
@@ -144,33 +132,6 @@ async def test_a_specification_by_hand_is_refused_by_a_process_that_does_not_man
 
 
 # -- who keeps the cluster
-
-
-@pytest.mark.slow
-@simulated
-async def test_one_of_several_remotes_keeps_the_cluster_when_the_keepers_process_dies(it):
-    async def create():
-        async with shared(n_workers=2, worker_groups={"big": {"n_workers": 1, "cpu": 2}}) as keeper:
-            await eventually(lambda: arrived(keeper) == 3)
-            created.set()
-            await asyncio.Event().wait()
-
-    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
-    creator.start(create())
-    await created.wait()
-    async with rebuild("shared") as one, rebuild("shared") as two:
-        before = {*it.platform.running.items()}
-        creator.kill()
-        it.platform.evict(it.platform.running["shared-0"])  # which nobody sees
-        await eventually(lambda: is_keeper(one) or is_keeper(two))
-        await eventually(lambda: arrived(one) == arrived(two) == 3)
-        assert (is_keeper(one), is_keeper(two)) in [(True, False), (False, True)]
-        assert len(it.platform.running) == 4
-        assert len(before & {*it.platform.running.items()}) == 3
-        for cluster in one, two:
-            assert [group.n_workers for group in cluster.worker_groups.values()] == [2, 1]
-            assert cluster.worker_groups["big"].size.cpu == 2
-        await one.shutdown()
 
 
 def scale_up(cluster):
@@ -201,21 +162,6 @@ async def test_what_a_former_keeper_is_asked_for_before_it_notices_reaches_the_b
             await former.leave()
         await eventually(lambda: has(other, 2))
         assert limits(other) == ((2, 3) if ask is adapt else None)
-
-
-@pytest.mark.slow
-@simulated
-async def test_what_a_silent_keeper_was_asked_for_counts_when_it_answers_again(it):
-    async with shared(n_workers=1) as former, rebuild("shared") as other:
-        await eventually(lambda: has(former, 1))
-        heal = cut_off(former)
-        await eventually(lambda: is_keeper(other))
-        former.scale(2)
-        await other.scale(3)
-        await eventually(lambda: has(other, 3))
-        heal()
-        await eventually(lambda: has(former, 2) and has(other, 2))
-        assert not manages(former)
 
 
 @simulated
