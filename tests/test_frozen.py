@@ -8,13 +8,12 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import arrived, live, log_of, make, rebuild, simulate, target
+from clusters import arrived, log_of, make, rebuild, simulate, target
 from distributed import Client, wait
 from simulated.testing import eventually, simulated
 from testbed import networks
 
 from dask_cml import CMLCluster
-from dask_cml.local import processes
 from dask_cml.protocol import HELD
 from dask_cml.timing import timing
 
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.usefixtures("light")
 
 def session_of(cluster, key):
     return cluster.workers[key].session_id
-
-
-def live_ids(platform):
-    return {session["id"] for session in live(platform)}
-
-
-def freeze(session):
-    for process in processes.find(session):
-        process.suspend()
 
 
 @pytest.mark.slow
@@ -64,24 +54,6 @@ async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):
         assert len(held) == 3
         await asyncio.wait_for(cluster.close(), 120)
     assert not it.platform.running
-
-
-@pytest.mark.slow
-async def test_a_frozen_worker_is_abandoned_and_its_results_are_computed_again(platform, holds):
-    with dask.config.set({"cml.retire-timeout": "2s"}):
-        cluster = await make(n_workers=2)
-    async with cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: arrived(cluster) == 2)
-        frozen = f"{cluster.name}-0"
-        session = session_of(cluster, frozen)
-        future = client.submit(sum, [1, 2], workers=[frozen], allow_other_workers=True)
-        await future
-        freeze(session)
-        await cluster.scale_down([frozen])
-        await holds(lambda: frozen not in cluster.workers)
-        assert f"Worker {frozen} abandoned: no answer for 2 s" in log_of(cluster)
-        await holds(lambda: session not in live_ids(platform))
-        assert await client.gather(future) == 3
 
 
 class SlowToRead:
