@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import dask
-import pytest
 from distributed.core import Status
 
 from dask_cml.core.policy import Snapshot, Supply, Work, sessions_wanted
@@ -68,26 +67,16 @@ def test_adaptive_scaling_counts_no_work_on_full_sessions_which_need_no_others_w
 # -- the doctor
 
 
-@pytest.fixture
-def in_session(monkeypatch):
+def test_the_doctor_warns_of_scratch_space_on_the_project_file_system_or_nearly_full(monkeypatch, tmp_path):
+    with dask.config.set({"temporary-directory": str(tmp_path)}):
+        for free, state in (9, "warning"), (11, "ok"):
+            usage = 100 * GB, (100 - free) * GB, free * GB
+            monkeypatch.setattr(environment.shutil, "disk_usage", lambda path, usage=usage: usage)
+            found = environment.scratch()
+            assert (found.state, found.words) == (state, f"{tmp_path} has {free}.0 of 100.0 GB free.")
     monkeypatch.setattr(environment, "launches_sessions", lambda: True)
-
-
-def test_the_doctor_warns_of_scratch_space_on_the_project_file_system(in_session, tmp_path):
-    with dask.config.set(
-        {"cml.state-directory": str(tmp_path), "temporary-directory": str(tmp_path / "new")}
-    ):
+    folders = {"cml.state-directory": str(tmp_path), "temporary-directory": str(tmp_path / "new")}
+    with dask.config.set(folders):
         found = environment.scratch()
     assert (found.state, found.command) == ("warning", "export TMPDIR=/tmp")
     assert f"{tmp_path / 'new'} is on the project file system" in found.words
-
-
-@pytest.mark.parametrize(("free", "state"), [(9, "warning"), (11, "ok")])
-def test_the_doctor_warns_of_scratch_space_that_is_nearly_full(monkeypatch, tmp_path, free, state):
-    monkeypatch.setattr(
-        environment.shutil, "disk_usage", lambda path: (100 * GB, (100 - free) * GB, free * GB)
-    )
-    with dask.config.set({"temporary-directory": str(tmp_path)}):
-        found = environment.scratch()
-    assert found.state == state
-    assert found.words == f"{tmp_path} has {free}.0 of 100.0 GB free."

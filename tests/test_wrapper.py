@@ -84,33 +84,23 @@ def test_a_program_may_close_its_output_before_its_end(tmp_path):
         wrapper.run([sys.executable, "-c", code], str(tmp_path / "log"), "it", str(tmp_path))
 
 
-def test_the_end_of_a_schedulers_program_is_entered_into_the_record(tmp_path, monkeypatch):
-    monkeypatch.setenv("CDSW_ENGINE_ID", "session-1")
-    (tmp_path / "sessions").mkdir()
-    code = "import os; os.kill(os.getpid(), 9)"
-    for gives_signs in False, True:
-        with pytest.raises(RuntimeError, match="exit status -9"):
-            wrapper.run(
-                [sys.executable, "-c", code],
-                str(tmp_path / "log"),
-                "it",
-                str(tmp_path),
-                scheduler_file="scheduler-0.json",
-                gives_signs=gives_signs,
-            )
-        names = [path.name for path in (tmp_path / "sessions").iterdir()]
-        assert [name.rsplit(",", 2)[0] for name in names] == ["session-1,ended"] * gives_signs
-
-
-def test_an_end_that_is_in_the_record_already_delays_no_session(tmp_path, monkeypatch):
+def test_the_end_of_a_schedulers_program_is_entered_into_the_record_once_and_delays_nothing(
+    tmp_path, monkeypatch
+):
     """NFS may repeat a request whose answer was lost. The keeper may enter the end, too."""
     monkeypatch.setenv("CDSW_ENGINE_ID", "session-1")
     monkeypatch.setattr(wrapper.time, "time", lambda: 1790000000.0)
-    monkeypatch.setattr(wrapper.time, "sleep", lambda _: pytest.fail("it waits"))
     (tmp_path / "sessions").mkdir()
-    for _ in range(2):
-        wrapper._enter_end(wrapper._Cluster(str(tmp_path)))
-    assert [path.name for path in (tmp_path / "sessions").iterdir()] == ["session-1,ended,1790000000,"]
+    command, log = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], str(tmp_path / "log")
+    for is_scheduler in False, True:
+        arguments = {"scheduler_file": "scheduler-0.json", "gives_signs": is_scheduler}
+        with pytest.raises(RuntimeError, match="exit status -9"):
+            wrapper.run(command, log, "it", str(tmp_path), **arguments)
+        names = [path.name for path in (tmp_path / "sessions").iterdir()]
+        assert names == ["session-1,ended,1790000000,"] * is_scheduler
+    monkeypatch.setattr(wrapper.time, "sleep", lambda _: pytest.fail("it waits"))
+    wrapper._enter_end(wrapper._Cluster(str(tmp_path)))
+    assert len([*(tmp_path / "sessions").iterdir()]) == 1
 
 
 # -- a log's limit

@@ -97,18 +97,14 @@ async def test_a_session_without_a_gpu_is_told_and_its_workers_start_nevertheles
 
 
 @simulated
-async def test_a_kind_of_gpu_and_a_network_are_chosen_by_their_names(it, cmlapi):
+async def test_a_kind_of_gpu_and_a_network_are_chosen_by_their_names_before_anything_is_launched(it, cmlapi):
+    words = r"'accelerator_label'\]='V100': expected a kind of GPU of this site: 'A100'"
+    with pytest.raises(ValueError, match=words):
+        await simulate(n_workers=1, nvidia_gpu=1, launch_options={"accelerator_label": "V100"})
+    assert it.platform.all == {}
     options = {"accelerator_label": "A100", "rdma_network": [("default/roce-network", 2)]}
     async with simulate(n_workers=1, nvidia_gpu=1, launch_options=options) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         [arguments] = [sent for sent in it.platform.arguments("launch_workers") if sent["nvidia_gpu"]]
         assert arguments["accelerator_label_id"] == 3
         assert arguments["rdma_network_selections"] == [{"network_label_id": 7, "quantity": 2}]
-
-
-@simulated
-async def test_a_kind_of_gpu_that_the_site_does_not_have_is_refused_before_anything_is_launched(it, cmlapi):
-    words = r"'accelerator_label'\]='V100': expected a kind of GPU of this site: 'A100'"
-    with pytest.raises(ValueError, match=words):
-        await simulate(n_workers=1, nvidia_gpu=1, launch_options={"accelerator_label": "V100"})
-    assert it.platform.all == {}
