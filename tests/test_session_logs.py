@@ -105,15 +105,21 @@ def test_each_reading_gives_the_new_lines(tmp_path, write):
     assert new(whole=True) == [("mine-0", "\xe9 without an end")]
 
 
-def test_of_a_long_log_the_end_is_read_first(tmp_path, write, monkeypatch):
+def test_of_a_long_log_the_end_is_read_first_and_of_a_long_line_a_piece(tmp_path, write, monkeypatch):
+    def lines():
+        return [line for _, line in logs.lines(whole=False)]
+
     monkeypatch.setattr(session_logs, "_MOST", 8)
+    monkeypatch.setattr(session_logs, "_LONGEST", 10)
     write("mine-0", "one\ntwo\nthree\n")
     logs = SessionLogs("mine", tmp_path)
-    [note, *lines] = [line for _, line in logs.lines()]
-    assert note == f"[6 earlier bytes are in {tmp_path}/mine-0.log]"
-    assert lines == ["o", "three"]
-    write("mine-0", "much is written later\n" * 2, "a")
-    assert [line for _, line in logs.lines()] == ["much is written later"] * 2
+    assert lines() == [f"[6 earlier bytes are in {tmp_path}/mine-0.log]", "o", "three"]
+    write("mine-0", "much late\n" * 2, "a")
+    assert lines() == ["much late"] * 2
+    write("mine-0", "x" * 35, "a")
+    assert lines() == ["x" * 10] * 3
+    write("mine-0", "\n", "a")
+    assert lines() == ["x" * 5]
 
 
 # -- files that are not logs
@@ -162,17 +168,6 @@ def test_output_is_not_written_through_a_link_in_place_of_a_log(tmp_path):
 
 
 # -- size
-
-
-def test_a_line_of_any_length_is_read_in_pieces(tmp_path, write, monkeypatch):
-    monkeypatch.setattr(session_logs, "_LONGEST", 10)
-    logs = SessionLogs("mine", tmp_path)
-    write("mine-0", "a\n")
-    assert [*logs.lines(whole=False)] == [("mine-0", "a")]
-    write("mine-0", "x" * 35, "a")
-    assert [line for _, line in logs.lines(whole=False)] == ["x" * 10] * 3
-    write("mine-0", "\n", "a")
-    assert [line for _, line in logs.lines(whole=False)] == ["x" * 5]
 
 
 def test_the_last_lines_are_printable_and_few(tmp_path, write):

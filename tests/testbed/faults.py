@@ -38,9 +38,7 @@ def inject(
     status: int | None = None,
     message: str | None = None,
 ) -> None:
-    """Inject a fault, for all processes that use the state directory.
-
-    Several faults may be injected. Of those that match, the first one applies, and the others wait.
+    """Inject a fault, for all processes of the state directory. Of several that match, the first applies.
 
     Parameters
     ----------
@@ -59,8 +57,6 @@ def inject(
         - ``"key"``: it raises a RuntimeError if ``CDSW_API_KEY`` is not set.
         - ``"error"``: it raises an :class:`HTTPError` with a `status`, or else a :class:`ConnectionError`.
         - ``"answer"``: the answer has that `status` and `message`. The functions ignore the status.
-
-        None has an effect.
     function : str, optional
         The one function to whose requests the fault applies.
     match : str
@@ -95,7 +91,6 @@ def clear() -> None:
 
 
 def left() -> list[Fault]:
-    """Return the faults that still apply."""
     faults: list[Fault] = state.read_json(state.directory() / "faults.json") or []
     return faults
 

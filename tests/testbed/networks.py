@@ -97,7 +97,6 @@ def _host(bridge: str) -> list[str]:
 
 
 def _set_up(plan: dict[str, str]) -> None:
-    """Create the namespace of a session."""
     bridge, namespace, interface = plan["bridge"], plan["namespace"], plan["interface"]
     with _locked():
         _make_bridge(plan)
@@ -169,7 +168,6 @@ def _free_subnet(bridge: str) -> str:
 
 
 def _exists(name: str, bridge: str) -> bool:
-    """Return whether this machine's own network has a link of this name."""
     links = json.loads(_run([*_host(bridge), "ip", "-json", "link", "show"]) or "[]")
     return any(link.get("ifname") == name for link in links)
 

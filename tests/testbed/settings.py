@@ -52,7 +52,6 @@ class Settings:
 
 
 def settings() -> Settings:
-    """Return the current settings."""
     return Settings(**(state.read_json(state.directory() / "testbed.json") or {}))
 
 
