@@ -476,15 +476,6 @@ async def test_close_stops_all_live_sessions_by_their_ids_and_may_be_called_agai
     assert not api.live
 
 
-@pytest.mark.slow
-async def test_close_stops_five_thousand_sessions_in_one_call(stub, api, left):
-    await launch(api, 5000)
-    assert len(await api.sessions()) == 5001
-    await api.close()
-    assert stub.count("stop_workers") == 1
-    assert not left()
-
-
 def test_end_needs_no_event_loop_and_names_what_it_could_not_stop(stub, api, left):
     ids = asyncio.run(launch(api, 3))
     for error in HTTPError(403), HTTPError(503):
