@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import urllib.request
-import venv
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -113,10 +111,6 @@ def write_packages(folder, packages):
         (info / "INSTALLER").write_text("pip\n")
 
 
-def pins(path):
-    return dict(line.strip().split("==") for line in path.read_text().splitlines() if "==" in line)
-
-
 _PIP = """
 import json, os, sys
 arguments = sys.argv[1:]
@@ -186,34 +180,6 @@ def test_it_keeps_the_packages_of_an_image_that_no_file_of_constraints_describes
         assert arguments[-1] == ".[dashboard,jupyter]"
         assert str(file) in done.stdout
         assert ("tornado 6.5 instead of 6.4" in done.stdout) is bool(constraints)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_pip_installs_into_the_home_folder_and_changes_no_package_of_the_image(tmp_path):
-    """Only the names and versions of the image's packages are there, which is what pip goes by."""
-    path = IMAGES / f"{PYTHON}-jupyterlab.txt"
-    image = {"jupyterlab": "4.5.10", **pins(path if path.exists() else IMAGES / "py311-jupyterlab.txt")}
-    venv.create(tmp_path / "image", with_pip=True, system_site_packages=True, symlinks=True)
-    python = tmp_path / "image/bin/python"
-    [packages] = (tmp_path / "image/lib").glob("python*/site-packages")
-    write_packages(packages, {name: version for name, version in image.items() if name != "pip"})
-    project = tmp_path / "project"
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in names.stdout.split("\0"):
-        if name and (ROOT / name).exists():
-            (project / name).parent.mkdir(parents=True, exist_ok=True)
-            (project / name).write_bytes((ROOT / name).read_bytes())
-    home = tmp_path / "home"
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    env |= {"PIP_USER": "1", "PYTHONUSERBASE": str(home), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    script = project / "cml/install_dependencies.py"
-    done = subprocess.run([python, script], cwd=project, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    installed = metadata.distributions(path=[str(user_site_of(home))])
-    new = {distribution.name.lower().replace("_", "-") for distribution in installed}
-    assert {"dask-cml", "bokeh", "dask-labextension"} <= new
-    assert new & image.keys() == set()
 
 
 # --- the check and the application, as sessions run them
