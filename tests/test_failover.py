@@ -24,7 +24,6 @@ from clusters import (
     is_connected,
     is_keeper,
     log_of,
-    make,
     manager,
     manages,
     rebuild,
@@ -428,14 +427,6 @@ async def test_no_question_goes_to_a_scheduler_that_another_one_replaces(it):
             await remote._ask_scheduler("terminate")
 
 
-async def lose_and_recover(it, cluster):
-    """Let a cluster with one worker lose its scheduler, and wait for another one with a worker."""
-    await eventually(lambda: arrived(cluster) == 1)
-    it.platform.evict(cluster.scheduler.session_id)
-    await eventually(lambda: not is_connected(cluster))
-    await eventually(lambda: is_connected(cluster) and arrived(cluster) == 1)
-
-
 @pytest.mark.slow
 @simulated
 async def test_another_scheduler_ends_the_launches_of_workers_of_the_last_one(it):
@@ -457,7 +448,9 @@ async def test_a_scheduler_that_was_not_launched_is_launched_again(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         it.platform.lose("launch_workers", KeyError("engineId"))
-        await lose_and_recover(it, cluster)
+        it.platform.evict(cluster.scheduler.session_id)
+        await eventually(lambda: not is_connected(cluster))
+        await eventually(lambda: is_connected(cluster) and arrived(cluster) == 1)
         assert store.read("lab").scheduler.number == 2
 
 
@@ -553,55 +546,9 @@ async def test_a_client_that_finds_no_next_scheduler_closes_and_names_the_time(i
     assert "Failed to reconnect to scheduler after 16.00 seconds" in caplog.text
 
 
-@pytest.mark.slow
-async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(platform, holds):
-    async with (
-        make(name="lab") as cluster,
-        Client("cml://lab", asynchronous=True) as first,
-        Client("cml://lab", asynchronous=True) as second,
-        Client("cml://lab", asynchronous=True, timeout="15 minutes") as patient,
-    ):
-        clients = first, second, patient
-        await holds(lambda: all(protocol.END in client._event_handlers for client in clients))
-        await cluster.close()
-        await holds(lambda: {client.status for client in clients} == {"closed"})
-
-
 def newest(it):
     """The last launched session of a scheduler."""
     return [session for session in it.platform.all.values() if session.key == "scheduler"][-1]
-
-
-#: When the second scheduler is lost, too.
-STAGES = {
-    "launched": lambda it, cluster: True,
-    "running": lambda it, cluster: newest(it).status == "running",
-    "answering": lambda it, cluster: store.read("lab").scheduler.address is not None,
-    "connected": lambda it, cluster: is_connected(cluster),
-    "with a worker": lambda it, cluster: arrived(cluster) > 0,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-@simulated
-async def test_a_scheduler_that_is_lost_while_it_starts_is_replaced(it, stage):
-    async with (
-        simulate(name="lab", n_workers=2) as cluster,
-        Client("cml://lab", asynchronous=True) as client,
-    ):
-        busy = client.map(pow, range(1000), [2] * 1000, pure=False)
-        await client.wait_for_workers(1)
-        first = newest(it).id
-        it.platform.evict(first)
-        await eventually(lambda: newest(it).id != first)
-        await eventually(lambda: STAGES[stage](it, cluster))
-        it.platform.evict(newest(it).id)
-        await eventually(lambda: store.read("lab").scheduler.number >= 2)
-        await eventually(lambda: stands(it, cluster, 2))
-        assert await client.submit(sum, [1, 2]) == 3
-        assert all(future.status in ("cancelled", "finished") for future in busy)
-        await eventually(lambda: not {*store.read("lab").sessions.values()} - {"scheduler", *cluster.workers})
 
 
 async def test_another_scheduler_at_the_old_address_is_not_taken_for_the_lost_one():
