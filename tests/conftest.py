@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hashlib
 import http.server
 import importlib.util
 import itertools
@@ -55,15 +54,6 @@ TOGETHER = (
     "promises/test_said.py",
     "promises/test_start.py",
 )
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``DASK_CML_HALF``, run about half of the chosen tests: other ones for each value."""
-    if half := os.environ.get("DASK_CML_HALF"):
-        digests = {item: hashlib.sha256(f"{half} {item.nodeid}".encode()).digest() for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if digests[item][0] % 2])
-        items[:] = [item for item in items if digests[item][0] % 2 == 0]
 
 
 #: Tests between two collections of garbage, which take as long as some tests.
