@@ -142,10 +142,13 @@ def test_a_cluster_of_another_program_is_listed_scaled_and_shut_down(server, lea
 
 
 @pytest.mark.slow
-def test_a_cluster_of_a_shell_is_listed_until_it_is_shut_down(server, environment, leaves_no_session):
+def test_a_cluster_of_a_shell_is_listed_with_panes_until_it_is_shut_down(
+    server, environment, leaves_no_session
+):
     for how in "the sidebar", "the shell":
         shell("create", "--name", "of a shell")
         until(lambda: "of a shell" in server.clusters)
+        assert_has_panes(server, server.clusters["of a shell"]["id"])  # though it has no workers
         if how == "the sidebar":
             assert server.request("DELETE", f"dask/clusters/{server.clusters['of a shell']['id']}")[0] == 204
         else:
@@ -155,16 +158,14 @@ def test_a_cluster_of_a_shell_is_listed_until_it_is_shut_down(server, environmen
 
 
 @pytest.mark.slow
-def test_a_cluster_without_workers_has_panes(server, leaves_no_session):
-    with CMLCluster(name="empty", platform="local", quiet=True):
-        until(lambda: "empty" in server.clusters)
-        assert_has_panes(server, server.clusters["empty"]["id"])
-
-
-@pytest.mark.slow
-def test_sidebar_counts_all_groups_and_scales_the_default_one(server, leaves_no_session):
+def test_sidebar_counts_all_groups_scales_the_default_one_and_ends_only_own_clusters(
+    server, monkeypatch, leaves_no_session
+):
+    monkeypatch.setenv("CDSW_CREATOR", "ann")
     groups = {"big": {"n_workers": 1, "cpu": 2}}
-    with CMLCluster(name="groups", n_workers=1, worker_groups=groups, platform="local", quiet=True):
+    with CMLCluster(
+        name="groups", n_workers=1, worker_groups=groups, platform="local", quiet=True
+    ) as cluster:
         until(lambda: server.clusters.get("groups", {}).get("workers") == 2)
         model = server.clusters["groups"]
         assert model["cores"] == 3
@@ -175,20 +176,13 @@ def test_sidebar_counts_all_groups_and_scales_the_default_one(server, leaves_no_
         assert server.request("PATCH", path, {"adapt": {"minimum": 0, "maximum": 1}})[0] == 200
         until(lambda: server.clusters["groups"]["workers"] == 1)
         assert server.clusters["groups"]["cores"] == 2
-    until(lambda: server.clusters == {})
-
-
-@pytest.mark.slow
-def test_shutdown_in_the_sidebar_refuses_a_cluster_of_another_user(server, monkeypatch, leaves_no_session):
-    monkeypatch.setenv("CDSW_CREATOR", "ann")
-    with CMLCluster(name="of ann", platform="local", quiet=True) as cluster:
-        until(lambda: "of ann" in server.clusters)
-        status, answer = server.request("DELETE", f"dask/clusters/{server.clusters['of ann']['id']}")
+        status, answer = server.request("DELETE", path)
         assert status == 500
-        assert "user ann created cluster 'of ann'" in str(answer)
-        assert "dask cml delete 'of ann'" in str(answer)
+        assert "user ann created cluster 'groups'" in str(answer)
+        assert "dask cml delete groups" in str(answer)
         assert cluster.status == Status.running
-        assert "of ann" in server.clusters
+        assert "groups" in server.clusters
+    until(lambda: server.clusters == {})
 
 
 @pytest.mark.slow
