@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import dask
 import pytest
 from clusters import (
-    create_and_kill,
     create_and_leave,
     create_elsewhere,
     limits,
@@ -252,13 +251,3 @@ async def test_a_cluster_with_an_unseen_end_is_listed_until_it_is_shut_down(it):
         await shown.close()
         await eventually(lambda: not sidebar._listed)
         assert store.records() == []
-
-
-@pytest.mark.slow
-@simulated
-async def test_a_cluster_whose_creator_was_killed_ends_as_an_orphan_though_the_sidebar_lists_it(it):
-    async with listing() as sidebar:
-        await create_and_kill(it, name="orphan", security=True, orphan_timeout="30s")
-        await eventually(lambda: sidebar._listed)
-        await eventually(lambda: not sidebar._listed)
-        await eventually(lambda: not it.platform.live)
