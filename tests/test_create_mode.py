@@ -27,7 +27,6 @@ def lab(**options):
     return simulate(name="lab", **options)
 
 
-@pytest.mark.slow
 def test_connecting_without_await_wants_none_of_the_first_workers_again(platform, until, monkeypatch):
     with CMLCluster(name="lab", n_workers=1, platform="local", quiet=True) as first:
         until(lambda: arrived(first) == 1)

@@ -149,7 +149,6 @@ async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_noth
     assert not it.platform.live
 
 
-@pytest.mark.slow
 @pytest.mark.images
 async def test_a_killed_scheduler_process_is_replaced_and_clients_compute_again(platform, holds):
     async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
