@@ -56,6 +56,8 @@ class Work:
         return self.cheapest
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @pytest.mark.parametrize(("bounds", "tasks", "n"), [((2, 9), 0, 2), ((0, 9), 17, 5)])
 @simulated
 async def test_sessions_are_counted_not_their_dask_workers(it, bounds, tasks, n):
@@ -73,6 +75,8 @@ async def test_sessions_are_counted_not_their_dask_workers(it, bounds, tasks, n)
         await eventually(lambda: len(cluster.workers) == bounds[0])
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_sessions_that_are_not_connected_are_closed_first(it):
     async with simulate(name="mine", n_workers=3) as cluster:
@@ -92,6 +96,8 @@ async def test_sessions_that_are_not_connected_are_closed_first(it):
         assert {choice["memory_ratio"] for choice in work.choices} == {3}  # the user's argument
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tasks(it):
     groups = {"gpu": {"n_workers": 4, "nvidia_gpu": 1}}
@@ -112,6 +118,7 @@ async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tas
         await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-gpu-2"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no answer", "an error"])
 @simulated
 async def test_a_question_without_an_answer_does_not_end_adapting(it, fault, caplog):
@@ -181,6 +188,8 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         assert target(cluster) == target(remote) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers(it):
     async with simulate(name="mine") as cluster, rebuild("mine") as remote:
@@ -220,6 +229,8 @@ async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it):
                 assert limits(cluster, group) is limits(remote, group) is None
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @pytest.mark.parametrize(
     ("where", "who"), [("cluster", "cluster"), ("cluster", "remote"), ("remote", "remote")]
 )
@@ -250,6 +261,8 @@ async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, w
         assert adaptive.periodic_callback is None
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_another_class_goes_on_although_nobody_holds_it_until_the_cluster_adapts_otherwise(it):
     async with simulate() as cluster:
@@ -266,6 +279,8 @@ async def test_another_class_goes_on_although_nobody_holds_it_until_the_cluster_
         assert former.periodic_callback is None
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_another_class_may_scale_without_waiting_by_memory_too_and_within_the_limits_of_the_site(it):
     class Hasty(Adaptive):

@@ -299,6 +299,8 @@ async def test_a_client_that_is_closed_while_it_connects_again_closes_without_wo
     assert "Failed to reconnect" not in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_a_client_connects_again_after_the_record_could_not_be_read_for_a_while(
     platform, caplog, holds
 ):

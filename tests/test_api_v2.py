@@ -65,6 +65,7 @@ def test_a_shortage_names_what_is_short_only():
     assert api_v2.shortage(sessions, {}) is None
 
 
+@pytest.mark.slow
 async def test_without_an_answer_in_its_form_nothing_is_known_and_the_key_is_in_no_log(monkeypatch, caplog):
     monkeypatch.setattr(api_v2, "PATIENCE", 0.5)
     caplog.set_level(logging.DEBUG)

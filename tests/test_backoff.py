@@ -202,6 +202,7 @@ def test_a_replacement_is_announced_only_if_it_is_launched(backoff, lines, lose)
 # -- in a cluster, each group has its own
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_group_that_was_given_up_is_launched_again_when_a_user_scales_it(it):
     async with simulate(name="mine", worker_groups={"gpu": {}}) as cluster, rebuild("mine") as remote:

@@ -103,6 +103,7 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
 # -- commands on a cluster, and who keeps it
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_keeper_does_what_commands_ask_for(it):
     async with simulate(name="mine", security=True) as cluster:
@@ -210,6 +211,7 @@ def test_control_characters_of_other_processes_do_not_reach_a_terminal(platform)
         assert left == printable(left)
 
 
+@pytest.mark.slow
 def test_logs_are_followed_until_the_cluster_is_gone(write_log):
     with started("logs", "left", "--follow") as process:
 

@@ -33,6 +33,7 @@ def all_closed(platform):
     return all_closed
 
 
+@pytest.mark.slow
 async def test_another_thread_closes_the_clusters_of_an_event_loop(all_closed):
     clusters = [await make(n_workers=1), await make()]
     await asyncio.wait_for(asyncio.to_thread(clusters[0].close), PATIENCE)
@@ -40,7 +41,8 @@ async def test_another_thread_closes_the_clusters_of_an_event_loop(all_closed):
     all_closed(*clusters, n_sessions=3)
 
 
-@pytest.mark.parametrize("is_loop_closed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_loop_closed", [True, False])
 def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, is_loop_closed):
     async def main():
         return await make(n_workers=1)

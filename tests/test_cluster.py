@@ -35,6 +35,7 @@ def test_processes_share_one_session(platform, until):
         until(lambda: n_workers(cluster) == 0)
 
 
+@pytest.mark.slow
 def test_logs_are_read_by_names_and_addresses_of_workers(platform, until):
     """Which logs there are is told by a promise."""
     with CMLCluster(n_workers=2, platform="local", quiet=True) as cluster, Client(cluster) as client:

@@ -161,6 +161,8 @@ async def test_wait_for_workers_says_after_its_timeout_what_the_platform_refuses
                 await cluster.wait_for_workers(4, timeout="2 s")
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_wait_for_workers_fails_as_soon_as_no_other_worker_is_to_connect(it):
     with dask.config.set({"cml.failure-limit": 2}):
@@ -209,6 +211,8 @@ async def test_wait_for_workers_counts_no_paused_workers(it):
         await cluster.wait_for_workers(1)
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_workers_with_odd_names_that_others_have_started_spoil_nothing(it):
     async with (

@@ -250,6 +250,7 @@ def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, fold
         assert values(arguments(plan), "--dashboard-address") == [f"127.0.0.1:{port}"]
 
 
+@pytest.mark.slow
 def test_a_worker_without_an_address_waits_for_a_scheduler_file(program, run, folder):
     program("time.sleep(600)")
     plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)

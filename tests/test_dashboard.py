@@ -41,6 +41,8 @@ pytest.importorskip("bokeh")
 # -- the dashboard
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_many_pages_and_websockets_of_the_dashboard_at_once(security):
     async with forwarded(security) as (running, forwarder), contextlib.AsyncExitStack() as stack:
         assert running.address.startswith("tls" if security else "tcp")

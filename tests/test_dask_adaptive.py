@@ -45,6 +45,7 @@ async def test_the_configuration_has_the_defaults_of_a_class(it):
             assert (cluster.adapt(maximum=20).minimum, limits(cluster)) == (0, (0, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Adaptive, CMLAdaptive])
 @simulated
 async def test_it_stops_by_itself_before_another_one_and_when_the_cluster_closes(it, cls):
@@ -85,6 +86,7 @@ def wanting(cls):
     return Wanting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "fails"), [(Adaptive, "scale_down"), (CMLAdaptive, "safe_target")])
 @simulated
 async def test_a_class_of_a_user_has_its_own_target_and_an_error_is_logged_once(it, cls, fails, caplog):

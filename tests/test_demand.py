@@ -113,6 +113,7 @@ async def test_processing_and_queued_tasks_and_sessions_by_group(scheduler, clie
     del plain, gpu
 
 
+@pytest.mark.slow
 async def test_sessions_that_only_run_tasks_of_other_groups_are_lent(scheduler, client, holds):
     async with workers(scheduler, mine_gpu_0={"GPU": 1}, mine_gpu_1={"GPU": 1}), held(scheduler) as event:
         by_name = {worker.name: worker for worker in scheduler.workers.values()}

@@ -164,6 +164,7 @@ def test_doctor_finishes_all_other_checks_if_the_platform_hangs(tmp_path):
     assert findings["platform"]["words"] == "The check did not finish within 2 s."
 
 
+@pytest.mark.slow
 def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, monkeypatch):
     errors = {"image": ImportError("libssl.so.3"), "pyarrow": SystemExit(3), "sidebar": RecursionError()}
 
@@ -318,6 +319,7 @@ def test_a_state_directory_outside_the_home_folder_is_wrong_on_cml_only(home, cm
 # -- packages
 
 
+@pytest.mark.slow
 def test_a_distributed_below_the_requirement_is_wrong(install):
     install("distributed", "2022.1.0")
     finding = environment.versions()
@@ -333,6 +335,7 @@ def test_a_second_dask_is_a_warning(install):
     assert f"dask 2020.1.0 in {folder} takes precedence over {dask.__version__} in " in finding.words
 
 
+@pytest.mark.slow
 def test_copies_of_the_images_packages_are_a_warning_in_sessions(cml, install, monkeypatch):
     assert environment.image().state == "ok"
     install("jupyter_client", "99.0")
@@ -345,6 +348,7 @@ def test_copies_of_the_images_packages_are_a_warning_in_sessions(cml, install, m
     assert environment.image().state == "ok"
 
 
+@pytest.mark.slow
 def test_a_bokeh_that_the_extra_excludes_or_none_is_a_warning(install, monkeypatch):
     assert environment.dashboard().state == "ok"
     for bokeh in "99.0", "2.4.3":
@@ -374,6 +378,7 @@ FAILING_IMPORTS = [
 ]
 
 
+@pytest.mark.slow
 def test_doctor_shows_why_pyarrow_fails_to_import(install, monkeypatch):
     folder = install("pyarrow", "99.0")
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -394,13 +399,8 @@ def test_doctor_shows_why_pyarrow_fails_to_import(install, monkeypatch):
 # -- JupyterLab
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "jupyter_server_config.d/dask_cml.json",
-        pytest.param("jupyter_server_config.json", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["jupyter_server_config.d/dask_cml.json", "jupyter_server_config.json"])
 def test_the_command_enables_a_disabled_sidebar(monkeypatch, tmp_path, file):
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")  # as outside of virtual environments

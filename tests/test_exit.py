@@ -136,6 +136,7 @@ def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped)
     assert re.fullmatch(r"the program of .* \(process \d+\) ended", ended.why)
 
 
+@pytest.mark.slow
 def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
     code = """
     import logging
@@ -365,6 +366,7 @@ def closing(platform):
     assert all(session["stop_requested"] for session in platform.sessions())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_at_the_end", [False, True])
 def test_a_handler_that_closes_joins_the_close_that_it_interrupts(closing, default_sigterm, is_at_the_end):
     """The handler runs in the thread that closes."""
@@ -385,6 +387,7 @@ def test_a_handler_that_closes_joins_the_close_that_it_interrupts(closing, defau
     assert ended == [Status.closed]
 
 
+@pytest.mark.slow
 def test_a_close_after_an_interrupted_close_joins_it(closing):
     async def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
@@ -399,6 +402,7 @@ def test_a_close_after_an_interrupted_close_joins_it(closing):
     cluster.close()
 
 
+@pytest.mark.slow
 def test_a_close_waits_for_that_of_another_thread_as_long_as_it_may(closing):
     async def wait():
         closes.set()
@@ -416,6 +420,7 @@ def test_a_close_waits_for_that_of_another_thread_as_long_as_it_may(closing):
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_close_that_takes_longer_than_it_may_says_so_and_goes_on(closing, until):
     """Also if the event loop is busy. In Python 3.10, the TimeoutError of futures is not Python's."""
 

@@ -11,7 +11,7 @@ import random
 import pytest
 from explorer.play import play_quietly
 
-EPISODES = int(os.environ.get("DASK_CML_EPISODES", 3))
+EPISODES = int(os.environ.get("DASK_CML_EPISODES", 2))
 #: ``DASK_CML_SEED=new`` draws one, which is the same in all processes of a run.
 SEED = os.environ.get("DASK_CML_SEED", "40003")
 if SEED == "new":

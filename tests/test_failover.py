@@ -454,6 +454,7 @@ async def test_a_scheduler_that_was_not_launched_is_launched_again(it):
         assert store.read("lab").scheduler.number == 2
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_whose_launch_was_not_answered_is_stopped_with_its_scheduler(it):
     def running():
@@ -496,6 +497,7 @@ async def fail_after_the_claim(it):
         assert time.monotonic() - begin < 150.0
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_process_that_died_after_its_claim_is_not_waited_for(it):
     dead = {**vars(Maker.this_process()), "pid": it.process("dead").pid}

@@ -146,6 +146,7 @@ async def test_a_cluster_works_despite_one_wrong_answer_of_each_function(it, wro
     assert not traceback_in(caplog)
 
 
+@pytest.mark.slow
 @simulated
 async def test_sessions_that_are_listed_late_or_without_an_address_are_waited_for(it):
     for fate in "hidden", "unknown":
@@ -170,6 +171,7 @@ async def test_a_key_that_is_accepted_again_ends_the_problem(it):
         await eventually(lambda: complete(cluster, 2))
 
 
+@pytest.mark.slow
 @simulated
 async def test_what_the_platform_forbids_is_tried_again_with_pauses(it):
     async def scale(n, function):

@@ -43,6 +43,7 @@ async def test_a_new_process_knows_changed_groups_and_all_show_them(it):
         await eventually(lambda: [*store.read("mine").groups] == ["default"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "remote"])
 @simulated
 async def test_the_sessions_of_a_deleted_group_stop_or_the_user_hears_why_not(it, who):

@@ -89,6 +89,7 @@ async def shut_down_in_the_sidebar(cluster):
     await ListedCluster(store.read("lab")).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "what"),
     [

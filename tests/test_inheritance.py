@@ -65,6 +65,7 @@ def test_the_folder_of_a_program_is_where_it_finds_its_modules(tmp_path, words, 
     assert done.stdout.strip() == expected.format(folder=tmp_path, here=here)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("light")
 async def test_sessions_find_the_modules_of_the_program(platform, folder):
     beside = importlib.import_module("beside")

@@ -368,6 +368,7 @@ async def test_others_get_the_link_although_the_creator_leaves_before_its_first_
 # -- the end
 
 
+@pytest.mark.slow
 async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(platform, monkeypatch):
     early, late = (session["id"] for session in platform.launch_workers(2, cpu=1, memory=1, code=SLEEP))
     write_record(Record("shared", options={"platform": "local"}, launches=sessions(**{early: "shared-0"})))
@@ -507,6 +508,7 @@ async def test_a_session_in_the_record_that_nobody_launched_is_stopped_and_ended
         assert len(it.platform.running) == 2
 
 
+@pytest.mark.slow
 @simulated
 async def test_the_next_keeper_stops_an_old_session_that_nobody_launched_at_once(it):
     creator = await shared(shutdown_on_close=False)

@@ -152,6 +152,7 @@ def test_the_age_of_a_session_is_that_of_its_first_process(monkeypatch):
 # -- who ends it
 
 
+@pytest.mark.slow
 def test_shutdown_ends_a_cluster_whose_object_is_closed_and_has_no_event_loop_any_more(platform):
     cluster = CMLCluster(name="lab", platform="local", shutdown_on_close=False, quiet=True)
     assert lines_of(cluster) == ["Cluster lab can run until this machine restarts"]
@@ -200,6 +201,8 @@ async def being_left(cluster):
     await leaving
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribes_to_its_workers(it):
     cluster = await simulate(name="left", shutdown_on_close=False)
@@ -253,6 +256,7 @@ async def close_night():
     await (await rebuild("night")).shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("enter", "n"), [(own, 3), pytest.param(found, 0, marks=pytest.mark.slow)])
 @simulated
 async def test_who_keeps_a_cluster_next_carries_out_what_a_process_was_asked_for_that_leaves(it, enter, n):
@@ -263,7 +267,8 @@ async def test_who_keeps_a_cluster_next_carries_out_what_a_process_was_asked_for
     await close_night()
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(20.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [3.0, 20.0])
 @simulated
 async def test_a_session_whose_launch_is_answered_when_its_process_leaves_or_later_is_the_worker(it, seconds):
     """A process that leaves waits some seconds for the answer. Later ones are for whoever keeps next."""
@@ -303,6 +308,7 @@ async def test_what_a_process_that_leaves_could_not_do_is_left_to_another_that_w
         await other.shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_what_a_process_asked_for_that_only_shows_a_cluster_is_carried_out_by_its_keeper(it):
     async with own(1):
@@ -313,6 +319,7 @@ async def test_what_a_process_asked_for_that_only_shows_a_cluster_is_carried_out
     await close_night()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [SimulatedProcess.kill, SimulatedProcess.freeze])
 @simulated
 async def test_what_a_process_asked_for_that_has_left_is_carried_out_although_the_keeper_is_lost(it, end):

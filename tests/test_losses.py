@@ -23,6 +23,7 @@ def end_worker(it, cluster, name):
     return it.sessions.processes[session].start(worker.close(nanny=False, executor_wait=False))
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_that_ends_or_waits_and_leaves_the_list_is_replaced(it):
     """Its wait would have no end: somebody has stopped it, and the platform has archived it."""
@@ -47,6 +48,7 @@ async def test_a_session_that_ends_or_waits_and_leaves_the_list_is_replaced(it):
         assert "and the platform no longer lists its session" in log_of(cluster)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_session_that_the_list_lacks_is_kept_while_its_nanny_starts_a_worker_again(it):
     async with simulate(name="mine", n_workers=1, **PROCESSES) as cluster:
@@ -76,6 +78,7 @@ async def test_a_session_that_connects_while_the_platform_does_not_answer_is_not
         assert connected(cluster) == {"mine-0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nanny", "limit"), [("answers", 40), ("is unknown", 40), ("is gone", 5)])
 @simulated
 async def test_a_dask_worker_may_be_gone_for_as_long_as_at_first_while_its_nanny_lives(it, nanny, limit):
@@ -100,6 +103,7 @@ async def test_a_dask_worker_may_be_gone_for_as_long_as_at_first_while_its_nanny
             assert log_of(cluster).startswith(f"Worker mine-0 {words}")
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connect(it):
     it.luck.weather = Weather(fates={"waits": 0.0})
@@ -132,6 +136,7 @@ async def test_a_worker_that_never_connects_is_replaced_although_the_scheduler_i
         await eventually(lambda: "mine-0 lost: it did not connect within 100 s" in log_of(cluster), 30)
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it, monkeypatch):
     async def ask_slowly(op, *arguments, **more):

@@ -115,6 +115,8 @@ async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(
             assert line.startswith("Cluster mine: worker mine-0 was restarted: its process ended; it crashed")
 
 
+@pytest.mark.slow
+@pytest.mark.images
 async def test_a_task_maps_a_file_that_is_larger_than_its_session(platform, light, tmp_path):
     """As libraries load models: the kernel reads such a file in parts, and frees them again."""
 

@@ -41,6 +41,7 @@ async def test_results_survive_a_notice_to_all_processes_of_a_session(
         assert await client.gather(futures) == [*range(40)]
 
 
+@pytest.mark.slow
 async def test_tasks_end_their_own_processes_by_sigterm(platform, light):
     """A worker ignores the signal, but what its tasks start does not."""
 

@@ -134,6 +134,7 @@ def test_what_cannot_be_read_is_named_once(odd, caplog):
     assert len(messages) == len(odd)
 
 
+@pytest.mark.slow
 def test_commands_show_clusters_beside_something_odd(odd):
     assert "\nlab  " in run("list")
     assert '"name": "lab"' in run("list", "--json")

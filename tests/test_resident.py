@@ -59,6 +59,7 @@ async def test_a_cluster_that_is_left_alone_replaces_a_worker_at_once_that_leave
     await shut_down()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_cluster_that_cannot_keep_itself_says_so_and_tries_again_later(it, monkeypatch, caplog):
     async def fail(*_):

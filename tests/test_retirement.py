@@ -67,6 +67,7 @@ async def test_many_workers_leave_a_few_at_a_time_after_all_have_moved_their_dat
         assert len(connected(cluster)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["retire_workers", "cml_held"])
 @simulated
 async def test_no_session_is_stopped_while_the_scheduler_does_not_answer(it, op):

@@ -51,6 +51,7 @@ def test_adapting_closes_workers_by_the_groups_of_their_key(cluster, client):
     cluster.scale(2)
 
 
+@pytest.mark.slow
 def test_restart_keeps_the_workers(cluster, client):
     client.restart(timeout=120)
     client.wait_for_workers(2, timeout=120)
@@ -104,6 +105,7 @@ async def test_pages_of_other_sites_get_no_events_of_the_scheduler(cluster):
     socket.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["hardware", "hardware/autoload.js", "hardware/ws"])
 def test_no_reader_of_the_dashboard_fills_the_workers_disks(cluster, page):
     """The page benchmarks them, with gigabytes of files."""

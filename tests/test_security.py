@@ -50,6 +50,7 @@ async def test_a_client_without_the_clusters_keys_gets_nothing(platform):
                     await computes(address.replace("tls", protocol), timeout=2, security=security)
 
 
+@pytest.mark.slow
 async def test_without_keys_any_program_with_the_address_can_connect(platform):
     async with make(name="open", n_workers=1, security=False) as cluster:
         assert cluster.scheduler_address.startswith("tcp://")

@@ -67,6 +67,7 @@ async def server(local_clusters):
 # -- clusters of the web UI
 
 
+@pytest.mark.slow
 @on_page
 async def test_the_history_names_the_users_who_created_and_deleted_a_cluster_on_the_page(server):
     server.access.behind_entry = True
@@ -208,6 +209,7 @@ async def test_a_file_that_cannot_be_used_is_an_answer_with_the_reason(server, m
     assert 'dask_cml_start_seconds_bucket{cluster="night",le="+Inf"} 1.0' in metrics
 
 
+@pytest.mark.slow
 @on_page
 async def test_a_cluster_that_fails_later_stays_listed_until_it_is_deleted_or_its_name_is_used_again(
     server, it, monkeypatch

@@ -33,6 +33,7 @@ def test_session_can_be_stuck_in_scheduling(platform, launch, reaches, find):
     assert not reaches(stuck, "stopped")["running_at"]
 
 
+@pytest.mark.slow
 def test_a_fault_applies_to_matching_sessions_after_the_skipped_ones(platform, launch):
     platform.inject("refused", match="worker", skip=1, times=2)
     refused = [

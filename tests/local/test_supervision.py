@@ -197,6 +197,7 @@ def test_a_log_contains_the_output_of_its_session(platform, launch, reaches):
     assert "no-such-command" in platform.log(command["id"])
 
 
+@pytest.mark.slow
 def test_a_launch_removes_what_has_ended_long_ago(platform, launch, reaches, monkeypatch):
     [ended], [live] = launch(code="pass"), launch(code=FOREVER)
     reaches(ended, "succeeded")

@@ -116,6 +116,7 @@ def test_an_invalid_option_is_an_error_in_one_line_and_launches_nothing(locally)
 # -- scale, adapt and groups
 
 
+@pytest.mark.slow
 @simulated
 async def test_scale_waits_until_all_are_connected_or_fails_with_the_reason_of_cml(it):
     async with simulate(**LAB) as cluster:

@@ -92,6 +92,7 @@ def client(shared_platform, home):
         yield client
 
 
+@pytest.mark.slow
 def test_levels_of_loggers_hold_in_workers(client, until):
     def chat() -> None:
         logging.getLogger("mine.tasks").info("said in a task")

@@ -203,6 +203,7 @@ async def test_results_survive_an_eviction_with_notice_and_are_not_computed_agai
         await holds(lambda: arrived(cluster) == 2)
 
 
+@pytest.mark.slow
 async def test_a_program_that_ends_by_itself_is_named_with_its_status_and_its_task(platform, light, holds):
     def crashes():
         import os

@@ -22,6 +22,7 @@ def break_connection(dask_worker: Worker) -> None:
     dask_worker.loop.call_later(0.1, dask_worker.batched_stream.comm.abort)
 
 
+@pytest.mark.slow
 @simulated
 async def test_workers_whose_connections_break_are_not_replaced_for_ever(it):
     async with simulate(name="lab", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:

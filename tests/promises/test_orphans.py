@@ -102,6 +102,7 @@ async def scale(opened, name):
     opened.append(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("open_in_a_task", [open_client, scale])
 @simulated
 async def test_what_its_own_tasks_open_does_not_keep_it(it, open_in_a_task):

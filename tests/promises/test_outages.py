@@ -48,6 +48,7 @@ def managing(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- the platform
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_scheduler_whose_launch_was_answered_by_an_error_is_used_and_not_stopped(it):
     it.platform.plan("launch_workers", Mishap(answer={"message": "Unauthorized"}))
@@ -88,6 +89,7 @@ async def test_an_outage_is_told_when_it_begins_and_ends_and_workers_and_tasks_r
         await eventually(lambda: cluster.problem is None)
 
 
+@pytest.mark.slow
 @simulated
 async def test_an_outage_ends_no_start(it):
     it.platform.configure({"sessions": 0}, waits_for_room=True)
@@ -115,6 +117,7 @@ async def test_a_launch_that_hangs_delays_no_other_launch_and_no_stop(it):
             assert time.monotonic() - began < 60.0
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_launch_whose_answer_is_lost_brings_no_second_worker(it):
     async with simulate(name="night") as cluster:
@@ -126,6 +129,7 @@ async def test_a_launch_whose_answer_is_lost_brings_no_second_worker(it):
         assert {session.id for session in cluster.sessions} == {*it.platform.live}
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_worker_that_is_connected_stays_although_the_platform_does_not_list_it(it):
     async with simulate(name="night", n_workers=1) as cluster:
@@ -137,6 +141,7 @@ async def test_a_worker_that_is_connected_stays_although_the_platform_does_not_l
         assert log_of(cluster) == ""
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_wrong_answer_stops_no_session(it):
     async with simulate(name="night", n_workers=2) as cluster:
@@ -196,11 +201,8 @@ async def test_shutdown_needs_no_connection(it):
     assert (it.platform.live, it.clusters) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "refuses",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
-    ids=["connections break", "packets vanish"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("refuses", [True, False], ids=["connections break", "packets vanish"])
 @simulated
 async def test_a_worker_whose_network_is_back_works_on_or_is_replaced(it, refuses):
     async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:

@@ -205,6 +205,7 @@ def test_a_folder_for_logs_keeps_them_after_the_end(ended):
     assert "Start worker at" in (folder / "night-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_output_of_a_scheduler_that_cannot_run_is_in_the_error(platform, light):
     with pytest.raises(Exception, match="no_such_module"):
         CMLCluster(platform="local", quiet=True, scheduler_args=["--preload", "no_such_module"])

@@ -46,6 +46,7 @@ async def test_a_scale_that_is_awaited_launches_its_sessions_once(it):
         assert len(it.platform.all) == 3
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_total_of_threads_or_memory_is_rounded_up_to_sessions(it):
     async with simulate(name="night", cpu=2, memory=4) as cluster:

@@ -84,6 +84,7 @@ async def test_a_held_creator_does_not_delay_who_manages_the_cluster(it):
         await cluster.shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_creator_whose_machine_is_gone_leaves_an_orphan_that_ends(it):
     creator = await create_elsewhere(it, name="lab", n_workers=1)
@@ -92,7 +93,8 @@ async def test_a_creator_whose_machine_is_gone_leaves_an_orphan_that_ends(it):
     assert await left_running(it, 2 * MINUTE) == set()
 
 
-@pytest.mark.parametrize("pause", [pytest.param(5.0, marks=pytest.mark.slow), 20.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [5.0, 20.0])
 @simulated
 async def test_an_orphan_whose_scheduler_pauses_now_and_then_ends(it, pause):
     await create_and_kill(it, name="lab", n_workers=1)
@@ -104,6 +106,7 @@ async def test_an_orphan_whose_scheduler_pauses_now_and_then_ends(it, pause):
     assert {*it.platform.running} == set()
 
 
+@pytest.mark.slow
 @simulated
 async def test_a_long_pause_of_the_scheduler_does_not_use_up_the_time_of_a_new_user(it):
     await create_and_kill(it, name="lab", n_workers=1)
@@ -150,6 +153,7 @@ async def test_a_cluster_that_its_creator_leaves_runs_on(it):
     await (await rebuild("lab")).shutdown()
 
 
+@pytest.mark.slow
 @simulated
 async def test_who_only_connects_and_leaves_does_not_keep_the_cluster_of_another_process(it):
     creator = await create_elsewhere(it, name="lab", n_workers=1)
@@ -162,9 +166,8 @@ async def test_who_only_connects_and_leaves_does_not_keep_the_cluster_of_another
 # -- clusters that do not answer
 
 
-@pytest.mark.parametrize(
-    "security", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["keys", "no-keys"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("security", [True, False], ids=["keys", "no-keys"])
 @simulated
 async def test_no_command_but_delete_ends_a_cluster_that_is_silent_for_minutes(it, security):
     async def tidy_up():

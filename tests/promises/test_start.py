@@ -190,6 +190,7 @@ def client(shared_platform):
         yield client
 
 
+@pytest.mark.slow
 def test_a_dask_worker_has_the_threads_and_the_memory_of_its_session_less_a_reserve(client):
     workers = sorted(client.scheduler_info()["workers"].values(), key=lambda worker: worker["nthreads"])
     for worker, (cpu, _, _, limit) in zip(workers, SIZES, strict=True):
