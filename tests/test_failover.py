@@ -274,6 +274,41 @@ async def test_a_former_keeper_without_network_asks_the_next_scheduler_and_does_
         assert is_keeper(other)
 
 
+@pytest.mark.slow
+@simulated
+async def test_a_request_of_an_outage_is_not_taken_for_a_repeat_of_a_later_one(it):
+    async with simulate(name="lab", n_workers=1) as former, rebuild("lab") as other:
+        await former.add_worker_group("extra")
+        await eventually(lambda: arrived(former) == 1)
+        heal = cut_off(former)
+        await eventually(lambda: is_keeper(other))
+        former.scale(1, worker_group="extra")
+        await lose_scheduler(it.platform, eventually)
+        await eventually(lambda: not is_keeper(former), seconds=300.0)
+        heal()
+        while not is_connected(former):
+            former.scale(2)
+            await asyncio.sleep(0.02)
+        former.scale(2)
+        await eventually(lambda: arrived(other) == 2 and other.worker_groups["extra"].n_workers == 1)
+
+
+@pytest.mark.slow
+@simulated
+async def test_who_launches_another_scheduler_carries_out_what_nobody_has_heard_of(it):
+    async with simulate(name="lab", n_workers=1) as former:
+        async with rebuild("lab") as other:
+            await eventually(lambda: arrived(former) == 1)
+            heal = cut_off(former)
+            await eventually(lambda: is_keeper(other))
+            former.scale(2)
+            await lose_scheduler(it.platform, eventually)
+            await eventually(lambda: not is_keeper(former), seconds=300.0)
+        await lose_scheduler(it.platform, eventually)
+        heal()
+        await eventually(lambda: is_keeper(former) and arrived(former) == 2, seconds=300.0)
+
+
 @simulated
 async def test_a_scheduler_that_is_busy_for_a_moment_is_no_problem_of_its_keeper(it, caplog):
     async with simulate(name="lab", n_workers=1) as cluster:

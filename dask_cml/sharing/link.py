@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from distributed.security import Security
 
 from dask_cml import protocol
 from dask_cml.cancellation import within
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, SchedulerTimeout
+from dask_cml.output import get_logger
 from dask_cml.protocol import Rank
 from dask_cml.rpc import NO_ANSWER, ask, call
 from dask_cml.scheduler.board import Letter, Request, WantedGroup
@@ -26,6 +28,8 @@ from dask_cml.scheduler.health import Restart
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
 from dask_cml.validation import validate
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -221,11 +225,6 @@ class Link:
         self._n_asked += 1
         return self._n_asked
 
-    def take_unreported(self) -> list[tuple[int, Request]]:
-        """Return what is not reported, with its numbers, to post it in their order, and forget it."""
-        unreported, self.unreported = [*self.unreported.items()], {}
-        return unreported
-
     async def post(self, number: int, request: Request) -> None:
         """Post what a user of this process asks for, unless the scheduler has it.
 
@@ -234,16 +233,42 @@ class Link:
         CMLError
             If the scheduler does not answer, or refuses it.
         """
-        async with self._posting:  # in their order: the scheduler takes a late one for a repeat
-            message = {"sender": self.id, "number": number, "request": msgspec.to_builtins(request)}
-            began = time.monotonic()
+        async with self._posting:
+            await self._post_unreported(number)
+            await self._post(number, request)
+
+    async def post_unreported(self) -> None:
+        """Post what this process has carried out in a term that is over, and nobody may have heard of.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer. What it does not have yet is not forgotten.
+        """
+        async with self._posting:
+            await self._post_unreported()
+
+    async def _post_unreported(self, before: float = math.inf) -> None:
+        # In their order: the scheduler takes a late one for a repeat.
+        for number, request in [entry for entry in self.unreported.items() if entry[0] < before]:
             try:
-                await self._ask_board(protocol.POST, **message)
-            except NO_ANSWER as error:
-                if time.monotonic() - began > timing.retry:
-                    raise self._no_answer(error) from error
-                # The connection broke. If the scheduler has the request, the repeat changes nothing.
-                await self._write(protocol.POST, **message)
+                await self._post(number, request)
+            except SchedulerTimeout:
+                raise
+            except CMLError as error:  # it refuses that
+                logger.warning("Cluster %s not changed: %s", self._cluster, error)
+            self.unreported.pop(number, None)  # the last report may have been taken late
+
+    async def _post(self, number: int, request: Request) -> None:
+        message = {"sender": self.id, "number": number, "request": msgspec.to_builtins(request)}
+        began = time.monotonic()
+        try:
+            await self._ask_board(protocol.POST, **message)
+        except NO_ANSWER as error:
+            if time.monotonic() - began > timing.retry:
+                raise self._no_answer(error) from error
+            # The connection broke. If the scheduler has the request, the repeat changes nothing.
+            await self._write(protocol.POST, **message)
 
     async def live_on(self) -> None:
         """Let the cluster run on without a user.
@@ -274,7 +299,7 @@ class Link:
 
     def _no_answer(self, error: BaseException) -> CMLError:
         """Return the error that the scheduler does not answer, from the error of the connection."""
-        return CMLError(
+        return SchedulerTimeout(
             f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
         )
 

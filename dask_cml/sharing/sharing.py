@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -33,7 +34,7 @@ from dask_cml.records.operations import stop_and_remove, take_name, wait_until_r
 from dask_cml.records.record import VERSION, Maker, Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler.board import Request
+from dask_cml.scheduler.board import Letter, Request
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
@@ -404,8 +405,7 @@ class Sharing:
         if keeps and not (is_picked and board.term == self.keeper.term):
             await self._yield()
         if self._follower is not None:
-            for number, request in self.link.take_unreported():  # of a term that is over
-                self._keep_task(self._post(number, request))
+            await self.link.post_unreported()
             if is_picked:
                 await self._succeed(board)
         if self._follower is None and not self._cluster.connection.is_subscribed:
@@ -535,6 +535,9 @@ class Sharing:
         else:
             keeper = Keeper(cluster, self.link, record, last.term, report.taken)
             keeper.restore(report, report.wanted)
+            # What this process has carried out in a term that is over, and nobody has heard of.
+            last_number = mail[-1].number if mail else report.taken
+            mail += map(Letter, count(last_number + 1), self.link.unreported.values())
         keeper.term = max(keeper.term, last.term) + 1
         keeper.carry_out(mail)
         board = keeper.first_board(
@@ -607,9 +610,8 @@ class Sharing:
         if how is How.LEAVE:
             await self.keeper.publish(leaves=True)
             # Another process keeps it, or nobody answers.
-            for number, request in self.link.take_unreported():
-                with contextlib.suppress(CMLError):
-                    await self.link.post(number, request)
+            with contextlib.suppress(CMLError):
+                await self.link.post_unreported()
 
     def forget(self) -> None:
         """Forget the board, because this object is closed."""
