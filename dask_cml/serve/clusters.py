@@ -121,6 +121,7 @@ class ProjectClusters(Observers):
             if is_left and may_connect(record, self.findings[id]) and id not in self.kept:
                 options = {"create_mode": "connect", "shutdown_on_close": True}
                 cluster = self.kept[id] = ServedCluster(None, name=record.name, **options)
+                cluster.sharing.new_record = record
                 cluster.task = asyncio.create_task(self._take_over(id, cluster))
 
     async def _take_over(self, id: str, cluster: ServedCluster) -> None:
@@ -210,7 +211,7 @@ class ProjectClusters(Observers):
         def read() -> tuple[Record, Finding, Usage, list[str]]:
             record = store.refreshed(known)
             finding = liveness.seen(record, self._listing)
-            end = history.end_of(record) if finding.state is State.DEAD else time.time()
+            end = time.time() if finding.state is State.ALIVE else history.end_of(record)
             return record, finding, usage_of(record, end), [*operations.session_logs(record).paths()]
 
         record, finding, usage, logs = await asyncio.to_thread(read)

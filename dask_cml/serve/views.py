@@ -38,13 +38,14 @@ def described(record: Record, finding: Finding) -> dict[str, Any]:
     """
     row = operations.description(record, finding)
     status = row["status"]
-    groups = _groups(record, row["adapts"]) if status in ("running", "starting") else []
+    runs = status in ("running", "starting")
+    groups = _groups(record, row["adapts"]) if runs else []
     words = _words(record, groups, row["idle"]) if groups else []
     n_launched = sum(key != SCHEDULER for key in record.sessions.values())
     return row | {
         "created": record.created.isoformat(),
         "most_age": record.scheduler.hours and record.scheduler.hours * 3600,
-        "session_hours": None if status == "stale" else usage_of(record, time.time()).total.hours,
+        "session_hours": usage_of(record, time.time()).total.hours if runs else None,
         "words": ", ".join([status, *words]),
         "problem": None if status == "starting" else row["problem"],
         "groups": groups,
