@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-from datetime import datetime, timezone
 
 import dask
 import pytest
@@ -75,14 +74,6 @@ async def connected_to(address):
     """Return the id of the scheduler there."""
     async with rpc(address) as there:
         return (await asyncio.wait_for(there.identity(), 60))["id"]
-
-
-async def test_another_user_gets_an_error_at_once(cluster, tmp_path):
-    with (
-        dask.config.set({"cml.state-directory": str(tmp_path / "theirs")}),
-        pytest.raises(NoSuchCluster, match=f"no cluster named {NAME!r}.*; searched in {tmp_path}/theirs$"),
-    ):
-        await asyncio.wait_for(Client(ADDRESS, asynchronous=True, timeout=600), 60)
 
 
 @pytest.mark.slow
@@ -160,15 +151,6 @@ def test_a_clusters_keys_are_found_by_its_addresses_and_by_no_others(cluster):
         assert load_security({"address": known}).tls_client_key == keys
     for stranger in plain.replace("tls", "tcp"), plain.split("//")[1], "tls://10.0.0.1:8786", "cml://other":
         assert load_security({"address": stranger}) is None
-
-
-def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
-    for name, year in ("new", 2026), ("old", 2025):
-        address = "tls://10.0.0.1:8786"
-        keys = {"tls_ca_file": f"/{name}.pem"}
-        created = datetime(year, 1, 1, tzinfo=timezone.utc)
-        write_record(Record(name, created=created, scheduler=SchedulerState(address=address), security=keys))
-    assert load_security({"address": "tls://10.0.0.1:8786"}).tls_ca_file == "/new.pem"
 
 
 def test_the_users_own_loader_stays():
@@ -254,17 +236,6 @@ async def test_a_client_of_a_cluster_whose_scheduler_has_ended_says_so_once(plat
         await Client("cml://gone", asynchronous=True, timeout=1)
     why = "the program of its scheduler's session aaaabbbb has ended; run `dask cml delete gone`"
     assert caplog.text.count(f"Cluster gone not connected: {why}") == 1
-
-
-async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
-    write_record(Record("moves"))
-    async with scheduler() as first, scheduler() as second:
-        lead_to(first, "moves")
-        async with Client("cml://moves", asynchronous=True) as client:
-            assert client.scheduler_info()["id"] == first.id
-            lead_to(second, "moves")
-            await first.close()
-            await holds(lambda: client.scheduler_info().get("id") == second.id)
 
 
 async def test_a_client_whose_cluster_is_gone_closes_at_once(platform, caplog, holds):

@@ -88,16 +88,6 @@ def test_the_variables_have_a_default_and_a_description_and_the_documentation_na
         assert f"`{name}`" in page
 
 
-def test_the_folder_of_the_scripts_does_not_hide_the_module_of_the_platform(tmp_path):
-    """It has the name of CML's package, and is in the working directory of the sessions."""
-    assert not (SCRIPTS / "__init__.py").exists()
-    (tmp_path / "cml").mkdir()
-    (tmp_path / "cml" / "__init__.py").touch()
-    (tmp_path / "cml" / "workers_v1.py").touch()
-    program = f"import sys; sys.path.append({str(tmp_path)!r}); from cml import workers_v1"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
 # --- the installation
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 
@@ -11,19 +10,15 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from clusters import (
-    LAUNCHED,
     ObservedCluster,
     arrived,
-    create_and_kill,
     limits,
     live,
-    manager,
     sessions,
     simulate,
     write_record,
 )
 from ports import free_port
-from schedulers import prepare, scheduler_in
 from shells import command, run, run_json, started
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
@@ -32,12 +27,10 @@ from terminals import STEERING, in_a_terminal
 import dask_cml
 from dask_cml import cli
 from dask_cml.cli import console
-from dask_cml.layout import LOGS_FOLDER, scheduler_file
+from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import setting, state_directory
-from dask_cml.options.table import ARGUMENTS
-from dask_cml.records import operations, store
+from dask_cml.records import store
 from dask_cml.records.record import Maker, Record, SchedulerState
-from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import tls
 from dask_cml.words import format_duration, printable
 
@@ -120,17 +113,6 @@ async def test_the_keeper_does_what_commands_ask_for(it):
         assert "no new workers after 5 failures" in await shell("scale", "mine", 2, code=1)
 
 
-@simulated
-async def test_no_command_keeps_a_cluster(it):
-    await create_and_kill(it, name="mine", security=True, shutdown_on_close=False)
-    await eventually(lambda: manager("mine") == WHO)
-    term = store.read("mine").scheduler.term
-    for words in "list", "info mine", "group list mine", "logs mine", "scale mine 0", "adapt mine 0 1":
-        await shell(*words.split())
-    assert (manager("mine"), store.read("mine").scheduler.term) == (WHO, term)
-    await shell("delete", "mine")
-
-
 def test_list_and_info_show_what_is_left_and_the_command_that_removes_it():
     launches = sessions(aaaa="scheduler", bbbb="left-0")
     launches["bbbb"] = replace(launches["bbbb"], owner="72e171bfe1364d9c")
@@ -147,15 +129,6 @@ def test_list_and_info_show_what_is_left_and_the_command_that_removes_it():
     assert f"\nproblem    {problem}" in info
     assert "bbbb  left-0  if it still runs\n" in info
     assert run("--version") == f"dask-cml, version {dask_cml.__version__}\n"
-
-
-def test_a_silent_cluster_counts_its_hours_until_its_last_sign_of_life():
-    add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-0"))
-    sign = state_directory() / "left" / scheduler_file(0)
-    os.utime(sign, (LAUNCHED + 3600, LAUNCHED + 3600))
-    about = run_json("info", "left")
-    assert about["status"] == "not answering"
-    assert about["usage"]["total"]["hours"] == pytest.approx(2.0, abs=0.01)
 
 
 # -- logs
@@ -257,17 +230,6 @@ def given(monkeypatch):
     return given
 
 
-def test_create_has_a_flag_for_what_a_cluster_keeps():
-    context = cli.create.create.make_context("create", [])
-    flags = {flag for parameter in cli.create.create.get_params(context) for flag in parameter.opts}
-    without = {"create_mode", "orphan_timeout", "shutdown_on_close", "forward_dashboard"}
-    settled = {argument.name for argument in ARGUMENTS.values() if f"--{argument.key}" not in flags}
-    assert settled == without
-    assert flags - {f"--{argument.key}" for argument in ARGUMENTS.values()} == {
-        *("new_name", "--help", "--inherit", "--limits-hours"),
-    }
-
-
 def test_create_takes_every_kind_of_option(given):
     kwargs = given(
         *("--name", "lab", "--no-security", "--env", "A=1", "--env", "B="),
@@ -343,31 +305,6 @@ def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypat
     group = run("group", "add", "--help")
     assert "The scheduler's session:" not in group
     assert "[default: 0]" not in group
-
-
-# -- what is left of clusters
-
-
-@simulated
-async def test_a_cluster_whose_sessions_cannot_be_stopped_keeps_its_record(it):
-    await create_and_kill(it, name="kept", security=True)
-    session = it.platform.running["kept-scheduler"]
-    it.platform.denied[session] = 403
-    async with simulate(name="other"):
-        out = await shell("delete", "--all", code=1)
-    assert "Cluster other deleted\n" in out
-    again = r"To try again: `dask cml delete kept`"
-    assert re.search(rf"^Error: cluster kept not deleted: .*{session}.*\. {again}$", out, re.MULTILINE)
-    assert [record.name for record in store.records()] == ["kept"]
-    it.platform.heal()
-    await shell("delete", "kept")
-
-
-async def test_deleting_a_cluster_without_keys_ends_no_other_scheduler_at_its_address(tmp_path):
-    async with scheduler_in(prepare(tmp_path / "other")) as other:
-        add_record("mine", other.address)
-        assert await operations.end_all(store.records()) == {"mine": None}
-        assert other.status.name == "running"
 
 
 # -- terminals

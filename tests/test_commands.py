@@ -13,13 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import dask.config
 import pytest
 from distributed.security import Security
 
 from dask_cml.layout import (
-    CLIENT_NAME,
-    EXPANDED,
     FOLDER,
     LOGS_FOLDER,
     NUMBER,
@@ -27,7 +24,6 @@ from dask_cml.layout import (
     SESSIONS_FOLDER,
     STARTED_FOLDER,
     board_file,
-    inside_name,
     scheduler_file,
 )
 from dask_cml.options import Options
@@ -177,37 +173,6 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
     assert plan.log == folder / LOGS_FOLDER / f"{name}-scheduler.log"
 
 
-def test_variables_of_a_user_are_those_of_the_session(program, run, folder):
-    names = ["PATH", "LIBS", "PASSWORD", "NASTY", EXPANDED, "TMPDIR"]
-    program(f"print(json.dumps({{name: os.environ.get(name) for name in {names}}}))")
-    env = {
-        "PATH": "$HOME/bin:$PATH",
-        "LIBS": "~/lib:${PLAIN}/lib:$PATH",
-        "PLAIN": "plain",
-        "PASSWORD": "pa$$word$x",
-        "NASTY": NASTY.replace("$HOME", ""),
-    }
-    words = ["--local-directory", "$TMPDIR/dask", "--preload", "~/setup.py"]
-    options = read(env={**env, "CACHE": "$TMPDIR/cache"}, worker_args=words)
-    plan = plan_worker(options, Place(folder), "mine-0", "tcp://10.0.0.1:8786")
-    assert "$PATH" not in plan.env.get("PATH", "")
-    assert "pa$$word" not in str(plan)
-    done = run(plan, PATH="/bin", HOME="/home/me")
-    assert done.returncode == 0, done.stderr + done.stdout
-    lines = plan.log.read_text().splitlines()
-    found = next(json.loads(line) for line in lines if line.startswith("{"))
-    temporary = found.pop("TMPDIR")
-    assert found == {
-        "PATH": "/home/me/bin:/bin",
-        "LIBS": "/home/me/lib:plain/lib:/home/me/bin:/bin",
-        "PASSWORD": "pa$$word$x",
-        "NASTY": env["NASTY"],
-        EXPANDED: None,
-    }
-    assert values(arguments(plan), "--local-directory") == [f"{temporary}/dask"]
-    assert values(arguments(plan), "--preload")[-1] == "/home/me/setup.py"
-
-
 def test_an_argument_with_a_variable_that_is_not_set_starts_no_program(program, run, folder):
     program("print('registered')")
     options = read(worker_args=["--local-directory", "${NO_SUCH}/dask"])
@@ -231,23 +196,6 @@ def test_the_code_of_a_session_fails_with_its_program_and_prints_the_last_lines(
         assert "the last words" in done.stdout
         assert "\n99900\n" not in done.stdout
         assert "\n99900\n" in plan.log.read_text()
-
-
-def test_the_log_names_a_program_that_cannot_be_started(program, run, folder):
-    (folder / "python").unlink()
-    plan = plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
-    done = run(plan)
-    assert done.returncode == 1
-    assert "No such file or directory" in done.stdout + done.stderr
-    assert "No such file or directory" in plan.log.read_text()
-
-
-def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, folder):
-    plan = plan_scheduler(read(), Place(folder), "0.0.0.0", 8786)
-    for app, readonly, port in ("8100", "8200", 8100), ("", "8200", 8200), ("", "", 8787):
-        plan.log.unlink(missing_ok=True)
-        run(plan, CDSW_APP_PORT=app, CDSW_READONLY_PORT=readonly)
-        assert values(arguments(plan), "--dashboard-address") == [f"127.0.0.1:{port}"]
 
 
 @pytest.mark.slow
@@ -302,14 +250,6 @@ def test_a_session_runs_if_files_do_not_prove_that_its_cluster_has_ended(program
         assert values(arguments(plan), "--death-timeout")[-1] == str(read().worker_timeout)
 
 
-def test_a_worker_that_waits_for_its_scheduler_ends_with_the_cluster(program, run, folder):
-    for file, content in (scheduler_file(0), '{"closed": "idle for 5 s"}'), (board_file(1), "{}"):
-        program(f"open({str(folder / file)!r}, 'w').write({content!r}); time.sleep(600)")
-        done = run(plan_worker(read(), recorded(folder), file, None))
-        assert ENDED.search(done.stderr)
-        (folder / file).unlink()
-
-
 def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
     log = folder / LOGS_FOLDER / "mine-0.log"
     log.symlink_to("/dev/full")  # every write fails for lack of space
@@ -341,14 +281,6 @@ def test_of_two_sessions_with_one_name_the_second_ends_at_once(program, run, fol
     assert [name.split(",")[0] for name in entries(folder)] == ["first"]
 
 
-def test_a_session_whose_cluster_was_deleted_ends_at_once(program, run, folder):
-    program("1 / 0")
-    for place in folder, folder / "removed":
-        done = run(plan_worker(read(), Place(place, 0, RECORD), "mine-0", None), CDSW_ENGINE_ID="a")
-        assert (done.returncode, done.stdout) == (0, "dask worker not started: its cluster was deleted\n")
-    assert [*folder.glob("*.log")] == []
-
-
 def test_a_session_that_its_launcher_did_not_enter_into_the_record_enters_itself(program, run, folder):
     options, place = read(cpu=4, memory=16), recorded(folder)
     session = {"CDSW_ENGINE_ID": "abcdefgh12345678", "CDSW_MASTER_ID": "ijklmnop12345678"}
@@ -365,16 +297,6 @@ def test_a_session_that_its_launcher_did_not_enter_into_the_record_enters_itself
     assert known in entries(folder)
 
 
-def test_a_session_runs_though_the_record_cannot_be_written(program, run, folder):
-    place = recorded(folder)
-    (folder / STARTED_FOLDER).rmdir()
-    (folder / STARTED_FOLDER).touch()
-    done = run(plan_worker(read(), place, "mine-0", None), CDSW_ENGINE_ID="abcdefgh12345678")
-    assert done.returncode == 0
-    assert "Name mine-0 not taken: NotADirectoryError" in done.stdout
-    assert len(entries(folder)) == 1
-
-
 # -- as planned
 
 
@@ -382,21 +304,6 @@ def argv(plan):
     """The command of a plan as its code has it."""
     [session] = [node.value for node in ast.parse(plan.code).body if isinstance(node, ast.Assign)]
     return ast.literal_eval(session)["command"]
-
-
-def test_processes_share_threads_and_memory_evenly(tmp_path):
-    for options, nthreads, memory in (
-        ({"cpu": 4, "memory": 16}, 4, 16 * 2**30),
-        ({"cpu": 4, "memory": 16, "processes": 4}, 1, 4 * 2**30),
-        ({"cpu": 4, "memory": 16, "processes": 2}, 2, 8 * 2**30),
-        ({"cpu": 2, "memory": 1, "nthreads": 9, "processes": 3}, 3, 2**30 // 3),
-    ):
-        plan = plan_worker(
-            read(**options, memory_reserve=0), Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"
-        )
-        assert values(argv(plan), "--nworkers") == [str(options.get("processes", 1))]
-        assert values(argv(plan), "--nthreads") == [str(nthreads)]
-        assert values(argv(plan), "--memory-limit") == [str(memory)]
 
 
 def test_a_task_that_asks_for_a_whole_share_fits(tmp_path):
@@ -460,26 +367,6 @@ def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
     mine = {"A": text, "PYTHONUNBUFFERED": "", "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL": "1"}
     changed = plan_worker(read(**sizes, env=mine), Place(tmp_path), "mine-0", None)
     assert changed.env == {**worker.env, **mine}
-
-
-def test_preload_modules_of_the_configuration_are_kept(tmp_path):
-    for configured in "theirs", ["theirs"]:
-        with dask.config.set(
-            {f"distributed.{part}.preload": configured for part in ("scheduler", "worker", "nanny")}
-        ):
-            scheduler = plan_scheduler(read(), recorded(tmp_path), "0.0.0.0", 8786)
-            worker = plan_worker(read(), recorded(tmp_path), "mine-0", None)
-        assert values(argv(scheduler), "--preload") == [PRELOAD, "theirs"]
-        assert values(argv(worker), "--preload") == ["dask_cml.worker.process", "theirs"]
-        assert values(argv(worker), "--preload-nanny") == ["dask_cml.worker.process", "theirs"]
-
-
-def test_dask_names_clients_in_a_session_by_the_sessions_cluster(tmp_path):
-    place = recorded(tmp_path)
-    for plan in plan_worker(read(), place, "mine-0", None), plan_scheduler(read(), place, "0.0.0.0", 8786):
-        configuration = dask.config.collect_env(plan.env)
-        assert dask.config.get("client-name", config=configuration) == inside_name(place.record)
-    assert CLIENT_NAME not in plan_worker(read(), Place(tmp_path), "mine-0", None).env
 
 
 def test_a_variable_for_spark_holds_no_session_back(tmp_path, monkeypatch):

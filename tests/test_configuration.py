@@ -7,7 +7,7 @@ import pytest
 
 from dask_cml import CMLCluster
 from dask_cml.options import Options, state_directory
-from dask_cml.options.configuration import inherited, setting
+from dask_cml.options.configuration import inherited
 
 
 @pytest.fixture
@@ -34,13 +34,6 @@ def configured(folder):
 # -- what is an option
 
 
-def test_a_nested_configuration_leaves_the_other_options_at_their_defaults():
-    with dask.config.set({"cml": {"cpu": 2, "api": {"retries": 1}}}):
-        options = Options.read()
-        assert (options.cpu, options.n_workers, options.memory) == (2, 0, 2)
-        assert (setting("api.retries"), setting("api.timeout")) == (1, 30)
-
-
 def test_what_is_no_option_is_refused_with_its_origin_and_the_nearest_one():
     for config, words in [
         ({"cml": {"cpus": 2}}, "invalid key cml.cpus from Dask's configuration: expected cml.cpu"),
@@ -59,11 +52,6 @@ def test_what_is_no_option_is_refused_with_its_origin_and_the_nearest_one():
         assert words in str(caught.value)
 
 
-def test_values_below_an_option_are_not_keys():
-    with dask.config.set({"cml.env": {"cpus": "1"}, "cml.launch-options": {"a": {"b": 1}}}):
-        assert Options.read().env == {"cpus": "1"}
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -80,13 +68,6 @@ def test_a_variable_whose_name_dask_reads_in_lower_case_is_refused(configured, m
     with pytest.raises(ValueError, match=f"^invalid environment variable {name}, of which Dask ma") as caught:
         Options.read()
     assert str(caught.value).endswith(words)
-
-
-def test_a_variable_whose_name_has_lower_case_letters_sets_an_entry(configured, monkeypatch):
-    monkeypatch.setenv("DASK_CML__ENV__http_proxy", "proxy")
-    configured("", DASK_CML__ENV__http_proxy="proxy", DASK_CML__RESOURCES='{"FPGA": 1}')
-    options = Options.read()
-    assert (options.env, options.resources) == ({"http_proxy": "proxy"}, {"FPGA": 1})
 
 
 # -- where values are from
@@ -119,42 +100,12 @@ def test_an_error_says_which_variable_a_value_is_from(configured, monkeypatch):
         assert words.format(f"the environment variable {variable}") in str(caught.value)
 
 
-def test_an_error_about_an_empty_value_names_no_place_that_does_not_have_it(configured):
-    configured("distributed: {}\n")
-    words = r"^invalid cml.api.retries=None: .*, in Dask's configuration$"
-    with dask.config.set({"cml.api.retries": None}), pytest.raises(TypeError, match=words):
-        CMLCluster(platform="local")
-
-
-def test_an_error_about_an_argument_names_no_origin():
-    with pytest.raises(ValueError, match=r"^invalid n_workers=-1: expected a whole number from 0 to 100000$"):
-        Options.read(n_workers=-1)
-
-
 # -- what sessions inherit
 
 
 def inherited_configuration():
     variables = inherited(state_directory())
     return dask.config.deserialize(variables.get("DASK_INTERNAL_INHERIT_CONFIG", "e30="))
-
-
-def test_sessions_inherit_only_values_that_differ_from_the_defaults():
-    assert inherited_configuration() == {}
-    default = {"distributed.worker.memory.target": 0.6}
-    changed = {"distributed.scheduler.allowed_failures": 10, "distributed.worker.resources": {"GPU": 1}}
-    with dask.config.set(default | changed):
-        after = inherited_configuration()
-    assert after == {
-        "distributed": {"scheduler": {"allowed-failures": 10}, "worker": {"resources": {"GPU": 1}}}
-    }
-
-
-def test_sessions_inherit_each_section_of_dask():
-    for section in [*dask.config.defaults[0], "distributed", "logging"]:
-        key = section if section == "temporary-directory" else f"{section}.own"
-        with dask.config.set({key: "/tmp"}):
-            assert [*inherited_configuration()] == [section]
 
 
 def test_sessions_do_not_inherit_other_sections_and_values_of_this_process():
@@ -179,12 +130,6 @@ def test_sessions_inherit_the_sections_that_the_user_names():
         assert inherited_configuration() == {"mine": {"stores": [{"name": "a"}]}, "my_own": 1}
 
 
-def test_sessions_do_not_get_back_what_a_file_sets(configured):
-    configured("distributed:\n  scheduler:\n    allowed-failures: 9\n")
-    with dask.config.set({"distributed.scheduler.allowed-failures": 3}):  # the default
-        assert inherited_configuration()["distributed"] == {"scheduler": {"allowed-failures": 3}}
-
-
 def test_a_variable_with_a_whole_section_contains_no_values_of_this_process(monkeypatch):
     monkeypatch.setenv("DASK_DISTRIBUTED__COMM", "{}")
     with dask.config.set({"distributed.comm": {"tls": {"client": {"key": "k"}}, "retry": {"count": 3}}}):
@@ -204,9 +149,3 @@ def test_a_value_of_this_process_overrides_a_variable_of_the_project(monkeypatch
     monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING", "False")
     monkeypatch.setenv("DASK_MINE__OWN", "s3cr3t")  # which dask.config has not read
     assert inherited(state_directory()) == {"DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "True"}
-
-
-def test_a_state_directory_that_is_set_here_is_that_of_the_sessions(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with dask.config.set({"cml.state-directory": "here"}):
-        assert inherited(state_directory()) == {"DASK_CML__STATE_DIRECTORY": str(tmp_path / "here")}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from distributed import Client, Event, Scheduler, Worker, secede
+from distributed import Client, Event, Scheduler, Worker
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
@@ -55,11 +55,6 @@ async def held(scheduler):
 def wait_for(event, i=0):
     Event(event).wait()
     return i
-
-
-def leave_thread(event):
-    secede()
-    Event(event).wait()
 
 
 def tasks(answer):
@@ -160,16 +155,6 @@ async def test_a_session_of_several_processes_counts_once_and_is_busy_if_a_plugi
         future = client.submit(wait_for, event, workers=["mine-0-1"])
         await holds(lambda: any(worker.processing for worker in scheduler.workers.values()))
         assert busy()[:2] == (2, 2)
-    del future
-
-
-async def test_a_task_that_has_left_its_thread_needs_none_but_its_session(scheduler, client, holds):
-    async with workers(scheduler, mine_0={}), held(scheduler) as event:
-        future = client.submit(leave_thread, event)
-        await holds(lambda: any(worker.long_running for worker in scheduler.workers.values()))
-        answer = known_demand(scheduler, "mine")
-        assert answer["work"] == []
-        assert answer["groups"]["default"]["busy"] == 1
     del future
 
 

@@ -250,11 +250,6 @@ def test_the_links_of_the_pages_lead_to_files_and_their_headings():
             assert anchor in anchors(file), f"{page.name} has a link to {target}"
 
 
-def test_a_table_has_no_empty_line():
-    for page in PAGES:
-        assert not re.search(r"^\|.*\n\n\|(?!.*\n\|---)", page.read_text(), re.MULTILINE), page
-
-
 def test_the_pages_have_no_more_words_than_somebody_reads():
     words = sum(len(page.read_text().split()) for page in [ROOT / "README.md", *DOCS.glob("*.md")])
     assert words <= 16_000
@@ -300,8 +295,3 @@ def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
         mine = CMLCluster(name="mine", n_workers=1, quiet=True)
         mine.wait_for_workers(1)
         run_examples(filter(of_a_cluster, MODULES), cluster=mine)
-
-
-def test_the_readme_sets_up_all_with_two_commands():
-    commands = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert [command.count("\n") for command in commands] == [1, 1]  # `.ci/run` runs them

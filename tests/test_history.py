@@ -145,17 +145,6 @@ async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(it):
     assert found.ended == pytest.approx(last - 30, abs=2)
 
 
-@simulated
-async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
-    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes", security=True)
-    dead = store.read("lab").id
-    it.platform.evict(it.platform.running["lab-scheduler"])
-    async with simulate(name="lab"):
-        assert the_only_one().id == dead
-        new = store.read("lab").id
-    assert [cluster.id for cluster in ended_clusters()] == [new, dead]
-
-
 # -- entries
 
 
@@ -209,13 +198,6 @@ def test_a_cluster_that_had_ended_before_was_not_ended_by_who_deletes_it(platfor
     end(dead_record(session="session-0", maker=killed), "session-0")
     assert asyncio.run(operations.end_all(store.records())) == {"lab": None}
     assert the_only_one().why == "its session ended"
-
-
-def test_a_removed_cluster_is_not_added_to_the_history_again(state):
-    record = dead_record()
-    store.remove(record)
-    history.remember(record, "closed")
-    assert ended_clusters() == []
 
 
 def test_a_cluster_ends_even_if_the_history_cannot_be_written(platform, caplog):
@@ -300,12 +282,6 @@ def test_hostile_files_do_not_hide_the_other_clusters(state, caplog):
         assert [cluster.name for cluster in ended_clusters()] == ["good"]
     for name in HOSTILE:
         assert caplog.text.count(f"{name}.json ignored") == 1
-
-
-def test_texts_of_a_file_are_escaped(state):
-    write(valid(name="\x1b[31mlab\ud800", why="\x07\u202e", user="a\nb"))
-    found = the_only_one()
-    assert (found.name, found.user, found.why) == (r"\x1b[31mlab\ud800", r"a\nb", r"\x07\u202e")
 
 
 # -- `dask cml history`

@@ -86,29 +86,6 @@ async def test_a_cluster_that_runs_is_connected_to_whatever_the_limits_are(it):
             await other.leave()
 
 
-# -- scaling
-
-
-@simulated
-async def test_scaling_beyond_a_limit_is_refused_and_changes_nothing(it):
-    with limited(sessions=4):
-        async with simulate(worker_groups={"big": {"n_workers": 1}}) as mine:
-            mine.scale(2)
-            with pytest.raises(ValueError, match="invalid n=3: expected at most 2, because cml"):
-                mine.scale(3)
-            with pytest.raises(ValueError, match="invalid n=2: expected at most 1, because cml"):
-                mine.scale(2, worker_group="big")
-            with pytest.raises(ValueError, match="invalid n_workers=1: expected at most 0, because cml"):
-                await mine.add_worker_group("third", n_workers=1)
-            with pytest.raises(ValueError, match="invalid minimum=3: expected at most 2, because cml"):
-                mine.adapt(minimum=3)
-            await eventually(lambda: arrived(mine) == 3)
-            assert {*mine.worker_groups} == {"default", "big"}
-            mine.scale(0, worker_group="big")
-            mine.scale(3)  # what was given back is free at once
-            await eventually(lambda: arrived(mine) == 3 and target(mine) == 3)
-
-
 # -- adapting
 
 

@@ -30,14 +30,6 @@ def plan(**options):
 # -- the limits of a session's processes
 
 
-def test_dask_workers_share_the_memory_that_other_processes_leave():
-    for memory, processes, limit in (1, 1, 0.73), (4, 1, 3.67), (64, 1, 62.47), (64, 4, 15.6175):
-        planned = plan(memory=memory, processes=processes, cpu=processes)
-        [found] = re.findall(r"'--memory-limit', '(\d+)'", planned.code)
-        assert int(found) == pytest.approx(limit * GIB, abs=1)
-        assert planned.size.memory == memory
-
-
 def test_dask_workers_share_a_part_of_the_scratch_space():
     name = "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
     assert plan(scratch="10 GB").env[name] == "8000000000"
@@ -113,23 +105,6 @@ async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(
         await holds(lambda others=others: kill_order(session)[1] == others and arrived(cluster) == 1)
         for line in log_of(cluster).splitlines():
             assert line.startswith("Cluster mine: worker mine-0 was restarted: its process ended; it crashed")
-
-
-@pytest.mark.slow
-@pytest.mark.images
-async def test_a_task_maps_a_file_that_is_larger_than_its_session(platform, light, tmp_path):
-    """As libraries load models: the kernel reads such a file in parts, and frees them again."""
-
-    def read(path, mode):
-        import numpy as np
-
-        return int(np.memmap(path, mode=mode)[-1])
-
-    path = tmp_path / "model"
-    with path.open("wb") as file:
-        file.truncate(6 * GIB)
-    async with make(n_workers=1, memory=1) as cluster, Client(cluster, asynchronous=True) as client:
-        assert [await client.submit(read, str(path), mode) for mode in ("r", "c")] == [0, 0]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -100,14 +99,6 @@ def test_every_option_is_read_from_the_configuration_and_an_argument_takes_prece
         with dask.config.set({key(argument): "of the configuration", **needed}):
             assert of(Options.read(**{argument: value})) == expected
         schema.validate({"cml": {argument.replace("_", "-"): value}})
-
-
-def test_environment_variables_set_options():
-    values = {name: value for name, (value, _, _) in EXAMPLES.items()}
-    texts = {name: value if isinstance(value, str) else repr(value) for name, value in values.items()}
-    variables = {f"DASK_CML__{name.upper()}": text for name, text in texts.items()}
-    with dask.config.set(dask.config.collect_env(variables)):
-        assert Options.read() == Options.read(**values)
 
 
 def test_the_state_directory_is_absolute_and_knows_the_home_folder(monkeypatch):
@@ -378,36 +369,6 @@ def test_an_invalid_argument_of_dasks_launches_nothing(stub, argument, value):
 def test_create_or_connect_requires_a_name(stub, mode):
     with pytest.raises(ValueError, match=r"name=None: expected the name of a cluster, .*the defaults"):
         CMLCluster(create_mode=mode)
-
-
-def test_a_name_leaves_room_for_the_names_of_logs(tmp_path):
-    for name in ("x" * 100, "é" * 100, "字" * 66):
-        (tmp_path / f"{Options.read(name=name).name}-scheduler.log").touch()
-        (tmp_path / f"{name}-1000000000-1000.log").touch()
-
-
-def test_text_of_subclasses_of_str_becomes_plain():
-    class Text(str, enum.Enum):
-        PLATFORM = "local"
-        OTHER = "mine"
-        PRELOAD = "--preload"
-
-    options = Options.read(
-        name=Text.OTHER,
-        worker_class=Text.OTHER,
-        worker_args=[Text.PRELOAD, Text.OTHER],
-        scheduler_args=(Text.PRELOAD, Text.OTHER),
-        env={Text.OTHER: Text.OTHER},
-        log_directory=Text.OTHER,
-        platform=Text.PLATFORM,
-        launch_options={Text.OTHER: Text.OTHER},
-    )
-    arguments = [*options.worker_args, *options.scheduler_args]
-    assert arguments == ["--preload", "mine"] * 2
-    pairs = [*options.env.items(), *options.launch_options.items(), (options.name, options.worker_class)]
-    assert pairs == [("mine", "mine")] * 3
-    texts = [*arguments, *sum(pairs, ()), options.log_directory, options.platform]
-    assert {type(text) for text in texts} == {str}
 
 
 def test_a_session_has_a_worker_and_a_resource_for_each_gpu():

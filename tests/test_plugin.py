@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import re
@@ -83,26 +82,6 @@ async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch, capl
     assert ("Traceback" in caplog.text) == exists
 
 
-async def test_a_preloaded_plugin_starts_once(folder, monkeypatch):
-    """Dask starts what a preload module has registered once more."""
-    begun = []
-    begin = StateFile.begin
-
-    def counted(self):
-        begun.append(self)
-        return begin(self)
-
-    monkeypatch.setattr(StateFile, "begin", counted)
-    monkeypatch.setenv(FOLDER, str(folder))
-    monkeypatch.setenv(NUMBER, "0")
-    tasks = asyncio.all_tasks()
-    async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD]):
-        assert len(begun) == 1
-        writers = [task for task in asyncio.all_tasks() - tasks if "_keep_file" in repr(task)]
-        assert len(writers) == 1
-    assert all(task.done() for task in writers)
-
-
 async def test_a_scheduler_without_its_file_or_of_another_release_does_not_start(tmp_path):
     """Rather than begin with nothing, which would stop all workers."""
     begin_with(tmp_path / "mine", 0, protocol=1)
@@ -135,17 +114,6 @@ async def test_the_next_scheduler_begins_with_the_report_the_mail_and_the_posted
         assert again["groups"]["gpu"]["target"] == 5
 
 
-async def test_each_change_ends_the_wait_of_those_who_watch(scheduler, comm):
-    revision = (await comm.cml_watch(**WATCH))["revision"]
-    async with rpc(scheduler.address) as other:
-        waiting = asyncio.ensure_future(other.cml_watch(**{**WATCH, "since": revision, "wait": 1e5}))
-        answer = await comm.cml_post(**post(kind="scale", n=2))
-        assert answer["groups"]["default"]["target"] == 2
-        answer = await asyncio.wait_for(waiting, 60)
-        assert answer["groups"]["default"]["target"] == 2
-        assert answer["revision"] > revision
-
-
 # -- the keeper
 
 
@@ -157,14 +125,6 @@ async def keeper_after(comm, watcher, rank=Rank.OWNER):
 async def until_kept(comm, watcher, rank=Rank.OWNER):
     while await keeper_after(comm, watcher, rank) != watcher:
         await asyncio.sleep(0.01)
-
-
-async def test_the_creator_keeps_the_cluster_before_it_is_connected_but_not_for_ever(folder, monkeypatch):
-    async with scheduler_in(folder) as running, rpc(running.address) as comm:
-        assert await keeper_after(comm, "other") == "keeper"
-    monkeypatch.setattr(timing, "first_lease", 0.1)
-    async with scheduler_in(folder) as running, rpc(running.address) as comm:
-        await until_kept(comm, "other")
 
 
 @pytest.mark.parametrize(
@@ -330,62 +290,7 @@ async def test_without_a_record_a_worker_whose_session_gets_notice_moves_its_dat
             assert await client.gather(futures) == [1, 2, 3]
 
 
-async def test_clients_get_the_events_of_sessions(scheduler, comm):
-    async with Client(scheduler.address, asynchronous=True) as client:
-        launched = [{"action": "launched", "session": name} for name in ("mine-0", "mine-1")]
-        await comm.cml_report(**report(events=launched))
-        async with Worker(scheduler.address, name="mine-0"):
-            await client.wait_for_workers(1)
-        lost = {"action": "lost", "session": "mine-1", "cause": "out of memory"}
-        await comm.cml_report(**report(events=[lost], n_before=2))
-        await comm.cml_report(**report(term=0, events=[lost], n_before=2))
-        closed = {"action": "closed", "session": "mine-0"}
-        for _ in range(2):  # as if the first answer had been lost
-            await comm.cml_report(**report(events=[lost, closed], n_before=2))
-        events = [event for _, event in await client.get_events("cml")]
-    assert events == [*launched, {"action": "connected", "session": "mine-0"}, lost, closed]
-
-
 # -- the end
-
-
-async def test_an_orphan_ends_itself(tmp_path):
-    folder = prepare(tmp_path / "mine", orphan_timeout=0.1, patience=300)
-    async with scheduler_in(folder) as running:
-        async with rpc(running.address) as comm:
-            await comm.cml_watch(**WATCH)
-        await asyncio.wait_for(running.finished(), 120)
-        words = "Scheduler closed: orphaned: no process and no client has used it for 0.1 s"
-        assert sum(words in line for _, line in running.get_logs()) == 1  # though closing takes a while
-
-
-async def shut_down(scheduler):
-    async with rpc(scheduler.address) as comm:
-        with contextlib.suppress(OSError):  # the answer is the end of the connection
-            await comm.terminate()
-
-
-async def idle(scheduler):
-    scheduler.idle_timeout = 0.01
-
-
-async def stop(scheduler):
-    await scheduler.close(reason="signal-15")
-
-
-@pytest.mark.parametrize(
-    ("end", "reason"),
-    [
-        (shut_down, r"shut down by a client at \d+\.\d+\.\d+\.\d+"),
-        (idle, "idle for 0.01 s"),
-        (stop, "None"),  # by the platform, so another one may replace it
-    ],
-)
-async def test_the_file_says_why_the_cluster_ended(folder, end, reason):
-    async with scheduler_in(folder) as scheduler:
-        await end(scheduler)
-        await asyncio.wait_for(scheduler.finished(), 120)
-    assert re.fullmatch(reason, str(file_of(folder)["closed"]))
 
 
 async def test_restarts_in_a_row_count_until_a_task_is_computed_and_sums_go_on(folder):

@@ -11,9 +11,8 @@ import subprocess
 import pytest
 from clusters import WANTED, new_record, write_record
 
-from dask_cml import dask_utils, private_files
+from dask_cml import private_files
 from dask_cml.errors import CMLError
-from dask_cml.options import Options, state_directory
 from dask_cml.private_files import NotPrivate, append, make_folder, read_file, write_file
 from dask_cml.records import operations, store
 from dask_cml.records.record import SchedulerState
@@ -51,14 +50,6 @@ def test_a_new_folder_is_private_whatever_the_umask(tmp_path, umask):
     make_folder(tmp_path / "state")
     assert mode(tmp_path / "state") == 0o700
     make_folder(tmp_path / "state")
-
-
-def test_the_prototypes_functions_create_a_private_state_directory(platform, umask):
-    async def start(api, place):
-        return mode(place.folder)
-
-    options = Options.read(name="a", platform="local")
-    assert dask_utils._launching(options, start) == mode(state_directory()) == 0o700
 
 
 def test_a_folder_that_others_can_write_to_is_refused_with_the_command_that_fixes_it(tmp_path, open_up):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -18,28 +17,6 @@ from dask_cml.scheduler.board import WantedGroup
 # -- what the scheduler writes
 
 GROUPS = {"default": WantedGroup(), "gpu": WantedGroup({"nvidia_gpu": 1}, 2)}
-
-
-def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
-    state = SchedulerState(
-        3,
-        GROUPS,
-        address="tls://10.0.0.1:8786",
-        session="abcdefgh12345678",
-        app_url="https://a/",
-        closed="idle for 60 s",
-        protocol=3,
-        revision=12,
-        restarts=1,
-        orphan_timeout=300.0,
-        maker=Maker("host", 7, 1.5, None),
-        activity={"tasks_done": 3},
-    )
-    content = dataclasses.asdict(state)
-    assert content.pop("number") == 3
-    assert SchedulerState.from_json(3, json.dumps(content)) == state
-    groups = {"default": {"cpu": 2}, "gpu": {"nvidia_gpu": 1}}
-    assert Record("a", options={"cpu": 2}, scheduler=state).groups == groups
 
 
 def test_fields_of_a_scheduler_may_be_missing_null_or_unknown_and_its_session_invalid():

@@ -107,34 +107,6 @@ async def test_a_keeper_that_hangs_is_replaced_at_once_if_a_notebook_has_kept_th
     await shut_down()
 
 
-async def stay():
-    """Use the cluster until this is cancelled."""
-    async with rebuild("night") as cluster:
-        await cluster.scale(2)
-        await asyncio.Event().wait()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("barred_by", ["its quota", "its rights"])
-@simulated
-async def test_a_notebook_of_another_session_keeps_a_cluster_only_if_nobody_else_may_launch(it, barred_by):
-    await leave_alone(it, n_workers=1)
-    if barred_by == "its quota":
-        it.platform.configure({"sessions": 2})
-    else:
-        it.platform.may_launch = lambda caller: caller not in it.platform.all
-    await eventually(lambda: state().manager == WHO)
-    notebook = it.process("notebook", {"CDSW_ENGINE_ID": "anothersession00"})
-    staying = notebook.start(stay())
-    await eventually(lambda: "1 of 2 workers launched" in (state().workers.problem or ""))
-    await asyncio.sleep(2 * timing.stay)
-    assert (state().manager == WHO) == (barred_by == "its quota")
-    async with rebuild("night") as cluster:
-        await eventually(lambda: is_keeper(cluster), 2 * timing.stay)
-    staying.cancel()
-    await shut_down()
-
-
 @pytest.mark.parametrize("kept_by", ["its creator", "nobody"])
 @simulated
 async def test_a_cluster_that_ends_with_its_creator_or_is_kept_starts_no_keeper(it, kept_by):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import stat
 import threading
 
 import dask
@@ -15,7 +14,7 @@ from clusters import new_record
 from conftest import PATIENCE
 from schedulers import prepare, scheduler_in
 
-from dask_cml.layout import board_file, scheduler_file, scheduler_number
+from dask_cml.layout import board_file, scheduler_file
 from dask_cml.records import liveness
 from dask_cml.scheduler import plugin
 from dask_cml.scheduler.state_file import StateFile
@@ -36,36 +35,6 @@ def folder(tmp_path):
 
 def content_of(folder, number=0):
     return json.loads((folder / scheduler_file(number)).read_text())
-
-
-def test_a_schedulers_number_is_in_the_name_of_its_file():
-    assert [scheduler_number(scheduler_file(number)) for number in (0, 12)] == [0, 12]
-    odd = ("scheduler-.json", "scheduler--1.json", "scheduler-1.json.tmp", ".scheduler-1.json-abc")
-    for name in (*odd, "scheduler-٣.json", "scheduler-9999999999.json", board_file(3)):
-        assert scheduler_number(name) is None, name
-
-
-def test_a_scheduler_begins_with_what_its_keeper_wrote(folder):
-    begin = StateFile(folder, 0).begin()
-    assert (begin["cluster"], begin["keeper"]) == ("mine", "k1")
-    assert begin["groups"]["gpu"] == {"target": 2}
-    with pytest.raises(FileNotFoundError):
-        StateFile(folder, 1).begin()
-
-
-def test_the_file_is_replaced_atomically_and_is_its_owners_only(folder):
-    file = StateFile(folder, 0)
-    previous = os.umask(0)
-    try:
-        file.write({"address": "tcp://10.0.0.1:8786"})
-    finally:
-        os.umask(previous)
-    with open(folder / scheduler_file(0)) as old:
-        file.write({"address": "tcp://10.0.0.2:8786"})
-        assert "10.0.0.1" in old.read()
-    assert content_of(folder) == {"address": "tcp://10.0.0.2:8786"}
-    assert stat.S_IMODE((folder / scheduler_file(0)).stat().st_mode) == 0o600
-    assert {*os.listdir(folder)} == {scheduler_file(0), board_file(0)}
 
 
 async def test_it_is_written_when_something_changes_and_regularly_also_after_an_error(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -22,7 +20,7 @@ from unittest.mock import Mock
 
 import dask
 import pytest
-from clusters import WANTED, launch, new_record, write_record, write_scheduler
+from clusters import WANTED, launch, new_record, write_record
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
@@ -111,16 +109,6 @@ def test_a_claim_that_fails_leaves_nothing(state, monkeypatch):
 # -- what the scheduler has written
 
 
-def test_the_last_scheduler_counts(state):
-    record = new_record("a")
-    folder = claim(record)
-    for number in 0, 10, 9:
-        scheduler = SchedulerState(number, address=f"tcp://10.0.0.{number}:8786")
-        write_scheduler(dataclasses.replace(record, scheduler=scheduler), folder)
-    assert read("a").scheduler.address == "tcp://10.0.0.10:8786"
-    assert read("a").scheduler.number == 10
-
-
 def test_before_and_beside_a_damaged_file_of_a_scheduler_what_was_written_for_it_counts(state, caplog):
     record, groups = new_record("a"), {"default": {"options": {}, "target": 3}}
     store.claim(record, {"groups": groups, "keeper": "k1"})
@@ -135,17 +123,6 @@ def test_before_and_beside_a_damaged_file_of_a_scheduler_what_was_written_for_it
 # -- names
 
 
-def test_an_unknown_name_raises_an_error_that_lists_the_known_ones(state):
-    with pytest.raises(NoSuchCluster, match="no clusters exist"):
-        read("a")
-    claim(new_record("b"))
-    claim(new_record("c"))
-    with pytest.raises(NoSuchCluster, match="'a'; existing clusters: 'b', 'c'") as error:
-        read("a")
-    assert error.value.known == ("b", "c")
-    assert isinstance(error.value, (CMLError, LookupError))
-
-
 def test_a_name_that_leads_elsewhere_is_refused(state):
     claim(new_record("b"))
     for name in "", ".", "..", "../b", ".hidden", "x/../b", "a\0":
@@ -154,15 +131,6 @@ def test_a_name_that_leads_elsewhere_is_refused(state):
 
 
 # -- claims
-
-
-def test_a_name_in_use_is_refused(state):
-    first = new_record("a")
-    claim(first)
-    with pytest.raises(ClusterExists, match="'a'"):
-        claim(new_record("a"))
-    assert read("a") == first
-    assert os.listdir(state) == ["a"]
 
 
 def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
@@ -205,20 +173,6 @@ def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(st
 
 
 # -- the end
-
-
-def test_a_removed_cluster_leaves_nothing_and_a_late_write_does_not_bring_it_back(state):
-    record = new_record("a")
-    folder = claim(record)
-    (folder / "security").mkdir()
-    (folder / "security" / "key.pem").write_text("secret")
-    launch(record, "session-1", "session-2")
-    # Also those that were launched since the last look.
-    assert remove(record) == {"session-1": "a-0", "session-2": "a-0"}
-    assert remove(record) is None
-    with pytest.raises(NoSuchCluster):
-        launch(record, "session-3")
-    assert os.listdir(state) == []
 
 
 def test_a_cluster_is_removed_on_a_full_disk(state, monkeypatch):
@@ -400,21 +354,6 @@ def test_a_folder_that_was_not_found_once_has_ended_no_cluster_if_its_parent_lis
     monkeypatch.setattr(store, "check_folder", check)
     assert not has_ended(record)
     assert errors == []
-
-
-def test_a_cluster_has_ended_if_its_folder_is_gone_or_another_clusters(state):
-    record, new = new_record("a"), new_record("a")
-    claim(record)
-    remove(record)
-    assert has_ended(record)
-    claim(new)
-    assert has_ended(record)
-    assert remove(record) is None
-    with pytest.raises(NoSuchCluster):
-        launch(record, "session-1")
-    assert read("a") == new
-    shutil.rmtree(state)
-    assert has_ended(record)
 
 
 # -- several writers, and their deaths

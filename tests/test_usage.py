@@ -10,12 +10,11 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, rebuild, simulate
+from clusters import create_and_kill, rebuild, simulate
 from simulated.testing import eventually, simulated
 
 import dask_cml
 from dask_cml import SessionHours, Usage
-from dask_cml.errors import NoSuchCluster
 from dask_cml.options import SessionSize
 from dask_cml.records import store
 from dask_cml.records.record import Record
@@ -83,44 +82,11 @@ def test_a_session_counts_once_from_its_start_to_its_end():
     assert used(record, ended("mine-1", -1), now=BEGIN - HOUR) == {"default": SessionHours(2)}
 
 
-def test_it_prints_as_a_table():
-    usage = Usage({"default": SessionHours(1200, 1234.567, 2, 3, 0), "a-long-name": SessionHours()})
-    assert repr(usage).splitlines() == [
-        "group        sessions    hours  vCPU hours  GiB hours  GPU hours",
-        "default          1200  1234.57        2.00       3.00       0.00",
-        "a-long-name         0     0.00        0.00       0.00       0.00",
-        "total            1200  1234.57        2.00       3.00       0.00",
-    ]
-
-
 # -- whole clusters
 
 
 def ended_keys():
     return sorted(launch.key for launch in store.read("mine").ended.values())
-
-
-@simulated
-async def test_a_lost_session_counts_until_the_end_that_the_platform_names(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        [lost] = [session.id for session in cluster.sessions if session.role == "worker"]
-        it.platform.evict(lost)
-        await eventually(lambda: lost in store.read("mine").ended)
-        over = store.read("mine").ended[lost]
-        assert over.ended == int(it.platform.all[lost].finished_at.timestamp())
-        await eventually(lambda: arrived(cluster) == 1)
-        assert (await cluster.usage())["default"].sessions == 2
-
-
-@simulated
-async def test_it_is_awaited_in_an_event_loop(it):
-    cluster = simulate(name="mine")
-    with pytest.raises(NoSuchCluster):
-        await cluster.usage()
-    async with cluster:
-        assert (await cluster.usage())["scheduler"].sessions == 1
-    assert (await cluster.usage()).total.sessions == 1
 
 
 @simulated
@@ -194,15 +160,3 @@ async def test_a_keeper_remembers_little_of_sessions_that_are_over(it):
             assert taken() - before < 100 * 400
         finally:
             tracemalloc.stop()
-
-
-@simulated
-async def test_all_sessions_are_recorded_with_their_sizes(it):
-    """Many are launched at once, and one may be recorded while others are launched."""
-    async with simulate(name="mine", cpu=2, memory=4) as cluster:
-        await cluster.scale(30)
-        await eventually(lambda: len(cluster.workers) == 30)
-        record = store.read("mine")
-        sizes = {launch.size for launch in record.launches.values() if launch.key != "scheduler"}
-        assert sizes == {SessionSize(2, 4, 0)}
-        assert len(record.launches) == 31

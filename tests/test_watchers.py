@@ -85,24 +85,6 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-def test_a_scheduler_without_a_watcher_and_a_client_is_an_orphan_after_its_timeout(world):
-    assert world.after(60) == 5
-    world.watchers.timeout = None
-    assert world.after(1000) is None
-
-
-def test_the_time_begins_when_the_last_watcher_has_left(world):
-    assert world.after(4.5) is None
-    world.hear("one")
-    world.hear("other")
-    assert world.after(10) is None
-    world.leave("one")
-    assert world.after(10) is None
-    world.leave("other")
-    assert world.after(4.5) is None
-    assert world.after(1) == STEP
-
-
 def test_a_silent_watcher_keeps_no_cluster_after_a_lease_and_no_orphan_while_it_is_connected(world):
     """Its event loop or its interpreter may be held."""
     world.hear("one")
@@ -124,19 +106,6 @@ def test_only_processes_of_users_keep_an_orphan_whoever_answers(world, rank):
     assert (world.after(60) is None) is world.watchers.has_user is (rank in USERS)
     assert world.watchers.answers("one")
     assert not world.watchers.answers("other")
-
-
-def test_a_client_keeps_the_scheduler_until_it_leaves_or_its_connection_closes(world):
-    world.client()
-    assert world.after(1000) is None
-    world.clients.clear()
-    assert world.after(60) == 5
-    world.client()
-    assert world.after(10) is None
-    world.clients["Client-1"].comm.is_closed = True
-    assert world.after(60) == 5
-    world.clients["Client-1"].comm = None
-    assert world.after(60) == STEP
 
 
 @pytest.mark.parametrize(
@@ -171,13 +140,6 @@ def test_the_first_watcher_may_take_longer_to_come_but_only_the_first(world):
     assert world.after(60) == 5
     world.watchers = world.watch(patience=1.0)
     assert world.after(60) == 5
-
-
-def test_pauses_of_the_scheduler_neither_count_nor_begin_the_orphans_time_anew(world):
-    """While it is stopped, nobody can connect."""
-    assert world.after(2) is None
-    assert world.after(1000, step=1000) is None
-    assert world.after(60) == 1
 
 
 def test_a_keeper_that_is_silent_does_not_keep_the_cluster_by_pauses_of_the_scheduler(world):

@@ -16,9 +16,7 @@ import psutil
 import pytest
 
 from dask_cml import wrapper
-from dask_cml.sessions import session_logs
 from dask_cml.sessions.plan import session_code
-from dask_cml.sessions.session_logs import SessionLogs
 
 #: A program that starts others, which hold its output, and ends.
 STARTER = """
@@ -76,12 +74,6 @@ def test_what_a_program_leaves_running_ends_with_it_but_does_not_keep_the_sessio
         for pid in (*left, alone):
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
-
-
-def test_a_program_may_close_its_output_before_its_end(tmp_path):
-    code = "import os, time; os.close(1); os.close(2); time.sleep(0.5); os._exit(3)"
-    with pytest.raises(RuntimeError, match="exit status 3"):
-        wrapper.run([sys.executable, "-c", code], str(tmp_path / "log"), "it", str(tmp_path))
 
 
 def test_the_end_of_a_schedulers_program_is_entered_into_the_record_once_and_delays_nothing(
@@ -157,24 +149,6 @@ def test_a_line_that_another_process_adds_to_a_long_log_stays_and_one_without_an
         log.shorten()
     assert path.stat().st_size <= 3 * KEPT
     assert b"[output omitted: " in path.read_bytes()
-
-
-def test_a_reader_of_a_log_that_is_shortened_goes_on_near_its_end(tmp_path, small, monkeypatch):
-    monkeypatch.setattr(session_logs, "_MOST", 200)
-    path = tmp_path / "mine-0.log"
-    logs = SessionLogs("mine", tmp_path)
-    print_lines(path, numbered(900))
-    position = path.stat().st_size
-    assert [*logs.lines()][-1] == ("mine-0", "line 000899")
-    print_lines(path, numbered(200, 900))
-    assert path.stat().st_size < position
-    lines = [line for _, line in logs.lines()]
-    assert lines[0].endswith(f"earlier bytes are in {path}]")
-    assert lines[-1] == "line 001099"
-    assert len(lines) < 30
-    text, end = logs.part("mine-0", position)
-    assert end == path.stat().st_size
-    assert text.endswith("line 001099\n")
 
 
 def test_a_program_that_prints_without_end_fills_no_disk(tmp_path, small):
