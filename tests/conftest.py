@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -89,6 +90,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     return Scheduling(config, log)
 
+
+# With it jsonschema compiles 38 grammars, to check IRIs, which takes each process a second.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 # Shells let what they start in the background ignore Ctrl-C, and nohup lets it ignore the end of the
 # terminal, which what the tests start would inherit.
