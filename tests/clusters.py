@@ -53,17 +53,8 @@ async def create_elsewhere(
     it: World, cls: type[CMLCluster] = CMLCluster, env: Mapping[str, str] = NOTEBOOK, **options: Any
 ) -> SimulatedProcess:
     """Let another process create a cluster in the simulated world, by default in this session. Return it."""
-
-    async def create() -> None:
-        async with simulate(cls, **options) as cluster:
-            while arrived(cluster) < target(cluster):
-                await asyncio.sleep(0.1)
-            created.set()
-            await asyncio.Event().wait()
-
-    created, creator = asyncio.Event(), it.process("creator", env)
-    creator.start(create())
-    await created.wait()
+    creator = it.process("creator", env)
+    await create_in(creator, cls, **options)
     return creator
 
 
@@ -242,11 +233,13 @@ def write_scheduler(record: Record, folder: Path) -> None:
     os.replace(new, folder / scheduler_file(number))
 
 
-async def create_in(process: SimulatedProcess, **options: Any) -> CMLCluster:
+async def create_in(
+    process: SimulatedProcess, cls: type[CMLCluster] = CMLCluster, **options: Any
+) -> CMLCluster:
     """Let a process of the simulated world create a cluster, and keep it until the process ends."""
 
     async def create() -> None:
-        async with simulate(**options) as cluster:
+        async with simulate(cls, **options) as cluster:
             while arrived(cluster) < target(cluster):
                 await asyncio.sleep(0.1)
             created.set_result(cluster)

@@ -19,7 +19,7 @@ from distributed.core import rpc
 from ports import free_port
 
 from dask_cml import CMLCluster, CMLError, NoSuchCluster, address
-from dask_cml.address import CMLBackend, load_security
+from dask_cml.address import CMLBackend
 from dask_cml.options import state_directory
 from dask_cml.protocol import END
 from dask_cml.records import store
@@ -100,16 +100,6 @@ async def test_a_client_connects_by_the_plain_address_and_each_representation_sh
         assert await client.submit(sum, [1, 2]) == 3
 
 
-def test_a_task_connects_by_the_plain_address(cluster):
-    def in_a_task(address):
-        with Client(address, set_as_default=False) as client:
-            return client.submit(sum, [1, 2]).result()
-
-    with Client(cluster, set_as_default=False) as client:
-        client.wait_for_workers(2, timeout=60)
-        assert client.submit(in_a_task, cluster.scheduler.address).result(60) == 3
-
-
 PLAIN = """
 import sys
 from dask.distributed import Client
@@ -142,15 +132,6 @@ with Client("{ADDRESS}") as client:
 
 def test_a_client_without_our_import_sends_data_directly_to_workers(cluster, tmp_path):
     assert run(DIRECT, folder=tmp_path) == "3 []\n"
-
-
-def test_a_clusters_keys_are_found_by_its_addresses_and_by_no_others(cluster):
-    keys = cluster.security.tls_client_key
-    plain = cluster.scheduler.address
-    for known in plain, ADDRESS:
-        assert load_security({"address": known}).tls_client_key == keys
-    for stranger in plain.replace("tls", "tcp"), plain.split("//")[1], "tls://10.0.0.1:8786", "cml://other":
-        assert load_security({"address": stranger}) is None
 
 
 def test_the_users_own_loader_stays():

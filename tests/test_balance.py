@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from distributed import Client, Event, Worker
-from schedulers import prepare, scheduler_in
 
 from dask_cml.scheduler.balance import balance
 
@@ -99,37 +97,3 @@ def test_a_task_whose_move_costs_more_than_its_wait_stays_and_all_do_without_wor
     scheduling = Scheduling(*two)
     scheduling.extensions = {}
     assert scheduling.balance() == [6, 0]
-
-
-async def test_workers_that_come_later_get_their_share_while_other_tasks_are_queued(tmp_path, holds):
-    """The workload for which the module exists: by itself, Dask leaves ten of twelve tasks on one worker."""
-
-    def wait_for_event(_):
-        Event("go").wait()
-
-    async with (
-        scheduler_in(prepare(tmp_path / "mine")) as running,
-        Client(running.address, asynchronous=True) as client,
-    ):
-        gpu = client.map(wait_for_event, range(12), resources={"GPU": 1}, key="gpu")
-        plain = client.map(wait_for_event, range(100), key="plain")
-        options = {"nthreads": 1, "resources": {"GPU": 1}, "dashboard": False}
-        async with (
-            Worker(running.address, name="first", **options),
-            Worker(running.address, name="second", **options),
-            Worker(running.address, name="third", **options),
-        ):
-
-            def gpu_tasks():
-                return [
-                    sum(bool(task.resource_restrictions) for task in worker.processing)
-                    for worker in running.workers.values()
-                ]
-
-            try:
-                # The third may come while six tasks are on their way to the second. Then two are left for it.
-                await holds(lambda: len(gpu_tasks()) == 3 and max(gpu_tasks()) <= 6 and running.queued)
-            finally:
-                await Event("go", client=client).set()
-            await client.gather(gpu)
-    del plain

@@ -6,23 +6,17 @@ compiled only. The examples of docstrings run, too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import doctest
 import importlib
 import importlib.metadata
 import inspect
-import json
-import os
 import pkgutil
 import re
 import shlex
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +30,6 @@ from distributed import Client
 import dask_cml
 from dask_cml import CMLCluster, cli
 from dask_cml.records import operations, store
-from dask_cml.serve.access import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -158,52 +151,6 @@ def commands(line):
         else:
             words.append(word)
     yield words
-
-
-@pytest.mark.slow
-def test_the_calls_of_the_api_answer_as_the_page_says(project):
-    command = [sys.executable, "-m", "dask", "cml", "serve", "--port", "0"]
-    env = {**os.environ, "DASK_CML__PLATFORM": "local", TOKEN_VARIABLE: "token"}
-    calls = [
-        words
-        for block in blocks(DOCS / "administrators.md", "sh")
-        for line in block.text.splitlines()
-        for words in commands(line)
-        if words[:1] == ["curl"]
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as page:
-        try:
-            root = page.stdout.readline().split()[-1].partition("?")[0].rstrip("/")
-            statuses = [call(words, root) for words in calls]
-        finally:
-            page.terminate()
-    assert {*statuses} <= {200, 201, 202}
-    assert len(statuses) == len(calls) > 8
-
-
-def call(words, root):
-    """Send what a command line of curl sends, until the cluster and its session have come so far."""
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("-H", action="append")
-    for option in ("-X", "-d"):
-        arguments.add_argument(option)
-    arguments.add_argument("url")
-    given = arguments.parse_args(words[1:])
-    lines = [line.replace("$AUTH", "Authorization: Bearer $TOKEN") for line in given.H]
-    headers = dict(line.replace("$TOKEN", "token").split(": ") for line in lines)
-    data = None if given.d is None else given.d.encode()
-    url = given.url.replace("$URL", root)
-    request = urllib.request.Request(url, data, headers, method=given.X)
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-                json.load(answer)
-                return answer.status
-        except urllib.error.HTTPError as error:
-            if (error.code < 500 and error.code != 404) or time.monotonic() > deadline:
-                raise
-        time.sleep(0.05)
 
 
 def check_command(words, place):

@@ -61,18 +61,6 @@ async def test_a_worker_that_does_not_connect_is_replaced(it):
             await eventually(lambda n=n: len(it.platform.running) == n + 1)
 
 
-@simulated
-async def test_a_key_that_is_accepted_again_ends_the_problem(it):
-    async with simulate(n_workers=1) as cluster:
-        await eventually(lambda: complete(cluster, 1))
-        it.platform.say("list_workers", *[{"message": "Unauthorized"}] * 10_000)
-        await eventually(lambda: "CDSW_API_KEY" in repr(cluster))
-        it.platform.heal()
-        await eventually(lambda: "CDSW_API_KEY" not in repr(cluster))
-        cluster.scale(2)
-        await eventually(lambda: complete(cluster, 2))
-
-
 @pytest.mark.slow
 @simulated
 async def test_what_the_platform_forbids_is_tried_again_with_pauses(it):

@@ -57,28 +57,6 @@ def test_gpus_are_counted_by_nvidia_smi_or_by_their_devices_without_it(nvidia_sm
 # -- which workers run
 
 
-@pytest.mark.parametrize(
-    ("options", "nworkers", "shares"),
-    [
-        ({}, 1, None),
-        ({"nvidia_gpu": 1}, 1, "0"),
-        ({"nvidia_gpu": 2}, 2, "0 1"),
-        ({"nvidia_gpu": 4, "processes": 2}, 2, "0,2 1,3"),
-        ({"nvidia_gpu": 3, "processes": 2}, 2, "0,2 1"),
-        ({"nvidia_gpu": 2, "processes": 4}, 4, "0 1 0 1"),
-        ({"nvidia_gpu": 2, "processes": 1}, 1, "0,1"),
-        ({"processes": 2}, 2, None),
-    ],
-)
-def test_the_workers_of_a_session_share_its_gpus(options, nworkers, shares):
-    planned = plan(cpu=8, memory=16, **options)
-    assert f"'--nworkers', '{nworkers}'" in planned.code
-    assert f"'--nthreads', '{8 // nworkers}'" in planned.code
-    assert planned.env.get("DASK_CML_GPUS") == shares
-    n_gpus = options.get("nvidia_gpu", 0)
-    assert (f"'--resources', 'GPU={n_gpus / nworkers:g}'" in planned.code) == bool(n_gpus)
-
-
 @pytest.fixture
 def dask_cuda(tmp_path, monkeypatch):
     """An installed dask-cuda, which nobody imports."""
@@ -104,13 +82,6 @@ def test_dask_cuda_runs_the_workers_if_it_is_installed(dask_cuda, options, comma
     is_dask_cuda = "cuda" in command
     assert ("--nworkers" in code) != is_dask_cuda
     assert ("--preload-nanny" in code) != is_dask_cuda
-
-
-def test_a_group_with_gpus_keeps_the_command_of_its_cluster(dask_cuda):
-    options = Options.read(worker_command=["my-worker"])
-    assert options.of_group({"nvidia_gpu": 2}).worker_command == ("my-worker",)
-    group = Options.read().of_group({"nvidia_gpu": 2, "cpu": 4})
-    assert (group.processes, group.nthreads, group.worker_command) == (2, 4, ())
 
 
 # -- real sessions

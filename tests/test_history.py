@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import time
-from concurrent.futures import CancelledError
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -16,22 +15,18 @@ from click.testing import CliRunner
 from clusters import (
     LAUNCHED,
     arrived,
-    create_and_kill,
     end,
     launch,
-    rebuild,
     sessions,
     sign_of,
     simulate,
     write_record,
 )
-from distributed import Client
 from distributed.core import Status
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, cli
-from dask_cml.jupyter import ListedCluster
 from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER
 from dask_cml.options import state_directory
 from dask_cml.records import history, operations, store
@@ -77,45 +72,6 @@ async def test_the_history_names_who_deleted_a_cluster_interrupted_its_start_or_
     assert whys == {"day": f"deleted by {this_user()}", "lab": interrupted, "night": f"closed by {me}"}
 
 
-async def close(cluster):
-    await cluster.close()
-
-
-async def close_elsewhere(cluster):
-    await (await rebuild("lab")).shutdown()
-
-
-async def shut_down_in_the_sidebar(cluster):
-    await ListedCluster(store.read("lab")).close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "what"),
-    [
-        (close, "closed"),
-        (close_elsewhere, "closed"),
-        (shut_down_in_the_sidebar, "shut down in JupyterLab's sidebar"),
-    ],
-)
-@simulated
-async def test_everybody_learns_who_ended_a_cluster_and_where(it, end, what):
-    cluster = await simulate(name="lab", n_workers=1, security=True)
-    async with rebuild("lab") as seeing, Client("cml://lab", asynchronous=True) as client:
-        future = client.submit(asyncio.sleep, 3600)
-        await client.wait_for_workers(1)
-        await end(cluster)
-        words = f"{what} by {this_user()} in session notebook12345678 (process {Maker.this_process().pid})"
-        await eventually(lambda: seeing.status == cluster.status == Status.closed)
-        assert the_only_one().why == seeing.problem == words
-        assert cluster.problem == (None if end is close else words)
-        await eventually(lambda: client.status == "closed")
-        with pytest.raises(CancelledError) as raised:
-            await future
-        if "reason" in vars(raised.value):  # Dask has reasons since 2024.11
-            assert f"cluster lab has ended: {words}" in str(raised.value)
-
-
 class Named(CMLCluster):
     """A cluster whose subclass names the workers."""
 
@@ -131,18 +87,6 @@ async def test_workers_that_a_subclass_names_count(it):
         await eventually(lambda: store.read("lab").scheduler.workers.groups == {"default": 2})
     assert the_only_one().most_workers == 2
     assert the_only_one().usage["default"].sessions == 2
-
-
-@simulated
-async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(it):
-    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="1s")
-    await eventually(lambda: not it.platform.running)
-    last = sign_of("lab").stat().st_mtime
-    os.utime(sign_of("lab"), (last - 30, last - 30))
-    assert await operations.prune() == ({"lab": None}, {})
-    found = the_only_one()
-    assert found.why == "orphaned: no process and no client has used it for 1 s"
-    assert found.ended == pytest.approx(last - 30, abs=2)
 
 
 # -- entries
@@ -207,29 +151,6 @@ def test_a_cluster_ends_even_if_the_history_cannot_be_written(platform, caplog):
     assert store.records() == []
     assert "History of cluster lab not written" in caplog.text
     assert ended_clusters() == []
-
-
-# -- retention
-
-
-def remembered(name, ago=0.0):
-    record = dead_record(name)
-    history.remember(record)
-    store.remove(record)
-    file = state_directory() / ".history" / f"{record.id}.json"
-    written = time.time() - ago
-    os.utime(file, (written, written))
-
-
-def test_clusters_are_kept_for_a_limited_number_of_days(state):
-    with dask.config.set({"cml.history.days": 7}):
-        remembered("old", ago=8 * 24 * HOUR)
-        leftover = state / ".history" / ".0123456789abcdef.json-half"
-        leftover.touch(0o600)
-        os.utime(leftover, (1, 1))
-        remembered("young", ago=6 * 24 * HOUR)
-        assert [cluster.name for cluster in ended_clusters()] == ["young"]
-        assert not leftover.exists()
 
 
 # -- hostile files

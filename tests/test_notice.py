@@ -6,14 +6,12 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from clusters import log_of, make
 from distributed import Client, wait
 
-from dask_cml import wrapper
 from dask_cml.local import processes as local_processes
 
 
@@ -66,42 +64,3 @@ async def test_tasks_end_their_own_processes_by_sigterm(platform, light):
     async with make(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         assert await client.submit(end, started) == -signal.SIGTERM
         assert await client.submit(forked) == -signal.SIGTERM
-
-
-PROGRAM = """
-import signal, sys, tempfile, time
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
-with tempfile.NamedTemporaryFile() as file:
-    file.write(bytes(int(sys.argv[1])))
-    file.flush()
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(("own", "others", "is_full"), [(0, 200_000, False), (200_000, 0, True)])
-def test_only_the_sessions_own_files_count_as_its_scratch_space(tmp_path, until, own, others, is_full):
-    scratch, log = tmp_path / "scratch", tmp_path / "log"
-    scratch.mkdir()
-    (scratch / "another's").write_bytes(bytes(others))
-    session = {
-        "command": [sys.executable, "-c", PROGRAM, str(own)],
-        "log": str(log),
-        "program": "worker",
-        "folder": str(tmp_path),
-        "passes_notice": True,
-        "scratch": 100_000,
-    }
-    code = f"import runpy; runpy.run_path({wrapper.__file__!r})['run'](**{session!r})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TMPDIR": str(scratch)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    until(lambda: log.exists() and "ready" in log.read_text())
-    process.terminate()
-    process.wait(60)
-    assert ("[scratch: " in log.read_text()) == is_full
-    assert ("exited with status 0" in log.read_text()) != is_full
-    assert [*scratch.iterdir()] == [scratch / "another's"]

@@ -241,23 +241,6 @@ async def test_watchers_are_told_of_a_worker_that_stays_paused_and_when_it_is_fu
         await until(comm, board, lambda board: board["problem"] is None)
 
 
-async def test_a_worker_whose_session_gets_notice_is_named_until_it_has_left(scheduler, comm):
-    async with (
-        Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False) as worker,
-        Client(scheduler.address, asynchronous=True) as client,
-    ):
-        futures = await client.scatter([1, 2, 3])  # which nobody else can take
-        await comm.cml_notice(names=["mine-0", "mine-1"])
-        assert (await comm.cml_watch(**WATCH))["leaving"] == ("mine-0",)
-        async with Worker(scheduler.address, name="mine-2", nthreads=1, dashboard=False):
-            await comm.cml_notice(names=["mine-0"])
-            await asyncio.wait_for(worker.finished(), 60)
-            while (await comm.cml_watch(**WATCH))["leaving"]:
-                await asyncio.sleep(0.01)
-            assert (await comm.cml_last(names=["mine-0"]))["mine-0"]["noticed"]
-            assert await client.gather(futures) == [1, 2, 3]
-
-
 async def test_a_client_that_waits_in_scatter_counts_as_a_task(scheduler, comm):
     async with Client(scheduler.address, asynchronous=True) as client:
         scattering = asyncio.ensure_future(client.scatter([1, 2, 3], timeout=60))

@@ -6,12 +6,11 @@ import asyncio
 import time
 
 import pytest
-from clusters import create_elsewhere, is_keeper, rebuild, simulate
+from clusters import create_elsewhere, is_keeper, rebuild
 from simulated.testing import eventually, simulated
 
 from dask_cml import protocol
 from dask_cml.records import store
-from dask_cml.records.record import Maker
 from dask_cml.scheduler import resident
 from dask_cml.scheduler.resident import WHO
 from dask_cml.timing import timing
@@ -105,18 +104,3 @@ async def test_a_keeper_that_hangs_is_replaced_at_once_if_a_notebook_has_kept_th
         assert time.monotonic() - begin < (60.0 if is_kept else 300.0)
         await eventually(lambda: state().workers.problem is None)
     await shut_down()
-
-
-@pytest.mark.parametrize("kept_by", ["its creator", "nobody"])
-@simulated
-async def test_a_cluster_that_ends_with_its_creator_or_is_kept_starts_no_keeper(it, kept_by):
-    if kept_by == "nobody":
-        creator = await create_elsewhere(it, name="day", security=True, orphan_timeout="60s")
-        creator.kill()
-        await eventually(lambda: not it.platform.live)
-    else:
-        async with simulate(**NIGHT, n_workers=1) as cluster:
-            await asyncio.sleep(resident._ALONE + timing.reconnect + 10.0)
-            assert state().manager == Maker.this_process().words
-            await cluster.shutdown()
-    assert not residents(it)

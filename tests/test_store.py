@@ -20,7 +20,7 @@ from unittest.mock import Mock
 
 import dask
 import pytest
-from clusters import WANTED, launch, new_record, write_record
+from clusters import WANTED, launch, new_record
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
@@ -31,12 +31,10 @@ from dask_cml.layout import (
     board_file,
     scheduler_file,
 )
-from dask_cml.options import SessionSize
 from dask_cml.records import operations, store
 from dask_cml.records.record import VERSION, SchedulerState
 from dask_cml.records.store import has_ended, read, records, remove
 from dask_cml.scheduler.board import WantedGroup
-from dask_cml.sessions.entry import Launch
 
 FILES = sorted([RECORD_FILE, LOGS_FOLDER, SESSIONS_FOLDER, STARTED_FOLDER, board_file(0)])
 
@@ -51,33 +49,6 @@ def mode(path):
 
 
 # -- one record
-
-
-def test_a_record_reads_back_as_it_was_written(state):
-    first = Launch("abcdefgh12345678", "scheduler", None, 1790000000, SessionSize(1, 2), started=1790000030)
-    second = Launch(
-        "ijklmnop12345678",
-        'My cluster, "naïve" 雲-0',
-        "qrstuvwx12345678",
-        1790000060,
-        SessionSize(1 / 3, 1e22, 8),
-    )
-    record = new_record(
-        name='My cluster, "naïve" 雲',
-        scheduler=SchedulerState(
-            groups={"default": WantedGroup(target=2)},
-            address="tls://10.0.0.1:8786",
-            session="abcdefgh12345678",
-            app_url="https://abc.example.com/",
-            protocol=2,
-        ),
-        options={"n_workers": 2, "env": {"A": "b"}, "idle_timeout": None},
-        launches={launch.id: launch for launch in (first, second)},
-        security={"tls_ca_file": "/home/cdsw/ca.pem"},
-    )
-    assert write_record(record) == state / record.name
-    assert read(record.name) == record
-    assert records() == [record]
 
 
 def test_only_the_owner_can_read_a_clusters_folder(state):
@@ -173,24 +144,6 @@ def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(st
 
 
 # -- the end
-
-
-def test_a_cluster_is_removed_on_a_full_disk(state, monkeypatch):
-    record = new_record("a")
-    (claim(record) / "key.pem").write_text("secret")
-    launch(record, "session-1")
-    open_file = os.open
-
-    def full(path, *arguments, **more):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def full_for_new(path, flags, *arguments, **more):
-        return (full if flags & os.O_CREAT else open_file)(path, flags, *arguments, **more)
-
-    monkeypatch.setattr(os, "mkdir", full)
-    monkeypatch.setattr(os, "open", full_for_new)
-    assert remove(record) == {"session-1": "a-0"}
-    assert os.listdir(state) == []
 
 
 @pytest.mark.parametrize("step", ["first listing", "made", "last look"])

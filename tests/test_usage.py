@@ -10,13 +10,12 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import create_and_kill, rebuild, simulate
+from clusters import simulate
 from simulated.testing import eventually, simulated
 
 import dask_cml
 from dask_cml import SessionHours, Usage
 from dask_cml.options import SessionSize
-from dask_cml.records import store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import usage_of
 from dask_cml.sessions.entry import Launch
@@ -83,25 +82,6 @@ def test_a_session_counts_once_from_its_start_to_its_end():
 
 
 # -- whole clusters
-
-
-def ended_keys():
-    return sorted(launch.key for launch in store.read("mine").ended.values())
-
-
-@simulated
-async def test_the_sessions_of_a_keeper_that_crashed_are_finished_by_the_next_one(it):
-    await create_and_kill(it, name="mine", n_workers=2, orphan_timeout="10 minutes")
-    assert ended_keys() == []
-    it.platform.evict(it.platform.running["mine-0"])  # which nobody sees
-    async with rebuild("mine") as cluster:
-        await eventually(lambda: "mine-0" in ended_keys())
-        cluster.scale(0)
-        await eventually(lambda: not cluster.workers)
-        used = (await cluster.usage())["default"].sessions
-        assert len(ended_keys()) == len({*ended_keys()}) == used >= 2
-        await cluster.shutdown()
-    assert store.records() == []
 
 
 def test_where_prices_are_set_it_shows_costs(state):
