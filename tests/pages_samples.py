@@ -6,7 +6,7 @@ import copy
 import zlib
 from typing import Any
 
-from dask_cml.errors import ClusterExists, LaunchRefused, NoSuchCluster
+from dask_cml.errors import NoSuchCluster
 from dask_cml.records.history import EndedCluster
 from dask_cml.records.record import Record
 from dask_cml.records.usage import SessionHours, Usage
@@ -211,7 +211,6 @@ class StandInClusters:
         self.found = clusters
         self.problem: str | None = None
         self.platform = "local"
-        self.created: list[tuple[dict[str, Any], str | None]] = []
         self.over = ended()
 
     def find(self, name: str) -> Record:
@@ -249,17 +248,3 @@ class StandInClusters:
                     "dashboard_id": name if known["status"] == "running" else None,
                 }
         raise NoSuchCluster(name, tuple(known["name"] for known in self.found))
-
-    async def create(self, options: dict[str, Any], user: str | None = None) -> dict[str, Any]:
-        name = options.get("name", "cml-1234")
-        if name in [known["name"] for known in self.found]:
-            raise ClusterExists(name)
-        if options.get("nvidia_gpu"):
-            raise LaunchRefused("scheduler", "exceeded quota: nvidia.com/gpu=1, used: 0, limited: 0")
-        if isinstance(options.get("n_workers"), str):
-            raise TypeError(
-                f"invalid n_workers={options['n_workers']!r}: expected a whole number from 0 to 100000"
-            )
-        self.created.append((options, user))
-        self.found.append(cluster(name, group(), status="starting"))
-        return await self.details(name)

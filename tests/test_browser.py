@@ -105,20 +105,3 @@ def test_the_sidebar_creates_scales_and_shuts_down_a_cluster(opened, server):
 
 def assert_shows(element, text):
     element.filter(has_text=text).wait_for()
-
-
-def test_a_dialog_shows_why_the_platform_refused_a_cluster(opened, sessions):
-    lab = opened()
-    lab.open()
-    sessions.configure(quota={"sessions": 1})
-    try:
-        lab.new_button.click()
-        lab.dialog.wait_for()
-        text = lab.dialog.inner_text()
-    finally:
-        sessions.configure(quota=None)
-    assert "Cluster Start Error" in text
-    assert "exceeded quota" in text
-    lab.dialog.locator(".jp-Dialog-footer button").click()
-    lab.dialog.wait_for(state="detached")
-    assert store.records() == []

@@ -7,7 +7,6 @@ import contextlib
 import sys
 import time
 import uuid
-from pathlib import Path
 from types import SimpleNamespace
 
 import dask
@@ -66,10 +65,6 @@ def test_a_server_without_labextension_logs_this_once(platform, tmp_path):
         server.stop()
     assert server.log.count("dask-labextension is missing") == 1
     assert "Traceback" not in server.log
-
-
-def test_extension_is_where_servers_look_for_it():
-    assert (Path(sys.prefix) / "etc/jupyter/jupyter_server_config.d/dask_cml.json").is_file()
 
 
 class Manager:

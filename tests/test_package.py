@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ast
 import configparser
-import importlib
-import importlib.metadata
-import inspect
-import pkgutil
 import re
 import subprocess
 import sys
@@ -21,44 +17,7 @@ import dask_cml
 ROOT = Path(__file__).parents[1]
 
 
-def public(name):
-    """The public classes and functions that a module defines."""
-    module = importlib.import_module(name)
-    for name, value in vars(module).items():
-        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
-            continue
-        if inspect.isclass(value) or inspect.isfunction(value):
-            yield value
-
-
-def methods(cls):
-    """The public methods and properties that a class defines."""
-    for name, value in vars(cls).items():
-        value = getattr(value, "__func__", getattr(value, "fget", value))
-        if not name.startswith("_") and inspect.isfunction(value):
-            yield value
-
-
 OFFERED = [getattr(dask_cml, name) for name in dask_cml.__all__]
-
-
-def parameters(function):
-    """Return the names of parameters, without ``**kwargs``, which exist to be refused in words."""
-    names = inspect.signature(function).parameters
-    return [name for name in names if name not in ("self", "cls", "kwargs") and not name.startswith("_")]
-
-
-def sections(documented):
-    """The sections of a NumPy-style docstring: titles with their texts."""
-    parts = re.split(r"^(\w[\w ]*)\n-+$", inspect.getdoc(documented), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
-def documented_parameters(documented):
-    entries = re.findall(
-        r"^([*\w][*\w, ]*?)(?: :.*)?$", sections(documented).get("Parameters", ""), re.MULTILINE
-    )
-    return {name.strip(" *") for entry in entries for name in entry.split(",")}
 
 
 def loaded(program):
@@ -99,42 +58,6 @@ def test_every_name_that_is_offered_can_be_imported_and_is_listed():
         _ = dask_cml.no_such_name
     with pytest.raises(ImportError):
         exec("from dask_cml import no_such_name")
-
-
-def test_all_errors_are_offered_and_are_runtime_errors():
-    errors = [error for error in public("dask_cml.errors") if inspect.isclass(error)]
-    assert {error.__name__ for error in errors} <= set(dask_cml.__all__)
-    assert all(issubclass(error, RuntimeError) for error in errors)
-    assert all(issubclass(error, dask_cml.CMLError) for error in errors)
-
-
-def test_every_parameter_of_a_method_of_an_offered_class_is_documented():
-    silent = [name for cls in OFFERED for name in undocumented_methods(cls)]
-    assert silent == []
-
-
-def undocumented_methods(cls):
-    silent = []
-    for method in methods(cls):
-        inherited = any(hasattr(base, method.__name__) for base in cls.__mro__[1:])
-        if inherited and "Parameters" not in sections(method):
-            continue  # it is documented where it is inherited from
-        if {*parameters(method)} - documented_parameters(method):
-            silent.append(method.__qualname__)
-    return silent
-
-
-def test_sections_have_the_names_and_the_order_of_numpy_docstrings():
-    order = ["Parameters", "Attributes", "Returns", "Yields", "Raises", "See Also", "Notes", "Examples"]
-    for documented in [documented for cls in OFFERED for documented in (cls, *methods(cls))]:
-        titles = [*sections(documented)]
-        assert titles == [title for title in order if title in titles]
-
-
-def test_the_package_declares_that_it_is_typed():
-    [path] = dask_cml.__path__
-    assert importlib.util.find_spec("dask_cml").origin.startswith(path)
-    assert pkgutil.get_data("dask_cml", "py.typed") == b""
 
 
 def test_the_wheel_has_every_file_of_the_package():

@@ -248,28 +248,6 @@ def test_an_invalid_text_is_refused_without_repeating_it():
         assert "s3cr3t" not in str(error.value)
 
 
-async def test_the_form_creates_a_cluster_for_its_user():
-    clusters = StandInClusters([])
-    async with served(clusters, name="alice", may_change=True) as ask:
-        answer = await ask("api/form", method="POST", body=json.dumps({"name": "day", "n_workers": "3"}))
-        without_xsrf = await ask("api/form", token=False, method="POST", body="{}")
-    assert json.loads(answer.body)["name"] == "day"
-    assert without_xsrf.code == 403
-    assert clusters.created == [({"name": "day", "n_workers": 3, "security": False}, "alice")]
-
-
-async def test_a_refused_form_is_answered_with_the_reason(ask):
-    for texts, status, words in (
-        ({"n_workers": "many"}, 400, "invalid n_workers='many'"),
-        ({"env": "A"}, 400, "invalid env: expected NAME=VALUE"),
-        ({"name": "etl"}, 409, "to delete it, run `dask cml delete etl`"),
-        ({"nvidia_gpu": "1"}, 503, "exceeded quota"),
-    ):
-        answer = await ask("api/form", method="POST", body=json.dumps(texts))
-        assert answer.code == status, answer.body
-        assert words in json.loads(answer.body)["error"]
-
-
 # -- ended clusters
 
 

@@ -33,7 +33,7 @@ from tornado.httpclient import AsyncHTTPClient
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 from web_ui import leave, on_page, running, serving
 
-from dask_cml import CMLCluster, cli
+from dask_cml import cli
 from dask_cml.cancellation import cancel
 from dask_cml.cli import create
 from dask_cml.dashboard.http_server import local_socket
@@ -234,30 +234,6 @@ async def test_a_cluster_that_fails_later_stays_listed_until_it_is_deleted_or_it
     assert (await server.post("/api/clusters", name="big")).status == 202
     await server.until("big", running)
     assert (await server.request("DELETE", "/api/clusters/big")).status == 200
-    assert (await server.get("/api/clusters"))["clusters"] == []
-
-
-@pytest.mark.slow
-@on_page
-async def test_a_late_refusal_of_a_name_does_not_hide_its_cluster(server, monkeypatch):
-    async def start_late(cluster):
-        await asyncio.sleep(10)
-        await CMLCluster._start(cluster)
-
-    await leave("day")
-    monkeypatch.setattr(clusters_module.ServedCluster, "_start", start_late)
-    assert (await server.post("/api/clusters", name="day")).status == 202
-    await asyncio.sleep(20)
-    await server.until("day", running)
-    assert (await server.request("DELETE", "/api/clusters/day")).status == 200
-
-
-@on_page
-async def test_deleting_a_starting_cluster_leaves_no_session(server, it, monkeypatch):
-    monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
-    it.platform.doom("silent", times=2)
-    await server.post("/api/clusters", name="night", n_workers=1)
-    assert (await server.request("DELETE", "/api/clusters/night")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
@@ -702,13 +678,3 @@ def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform,
         assert f'content="0; url={page.link}"' in "".join(content)
         assert token not in " ".join(psutil.Process(page.process.pid).cmdline())
     assert not Path(argument.removeprefix("file://")).exists()
-
-
-async def test_without_a_platform_the_page_shows_the_reason(state):
-    reasons = {
-        "auto": "not in a CML session",
-        "kubernetes": "invalid cml.platform='kubernetes': expected one",
-    }
-    for name, words in reasons.items():
-        with dask.config.set({"cml.platform": name}):
-            assert words in ProjectClusters().problem

@@ -110,22 +110,6 @@ def test_the_page_of_a_cluster_lists_its_sessions_and_connects_a_client(opened, 
         assert client.submit(sum, [1, 2]).result() == 3
 
 
-def test_a_pane_of_the_dashboard_draws_running_tasks(opened, night):
-    page = opened(f"clusters/{night}")
-    page.set_viewport_size({"width": 390, "height": 900})
-    page.get_by_text("Dashboard", exact=True).last.click()
-    pane = Pane(page.frame_locator("#view iframe"))
-    until(lambda: pane.drawn)
-    with Client(f"cml://{night}") as client:
-        client.gather(client.map(lambda n: sum(range(10**6)), range(50), pure=False))
-        until(lambda: pane.coloured)
-    page.evaluate("document.querySelector('#view iframe').dataset.here = 'yes'")
-    is_drawn_anew(page)  # the pane stays
-    assert page.locator("#view iframe[data-here]").count() == 1
-    page.locator("#dashboard summary").click()
-    page.locator("#view iframe").wait_for(state="detached")
-
-
 def test_the_dashboard_opens_in_a_new_tab_with_all_panes(opened, night):
     page = opened(f"clusters/{night}")
     with page.context.expect_page() as opening:
@@ -200,16 +184,6 @@ def test_the_page_follows_logs_and_keeps_those_of_ended_sessions(opened, night, 
     assert "a line that was not there before" in log.inner_text()
     assert server.ask("POST", f"api/clusters/{night}/scale", {"n": 1})[0] == 200
     server.until_runs(night, 1)
-
-
-def test_no_page_scrolls_sideways(opened, night):
-    page, root = opened(), "document.documentElement"
-    for width in 1280, 390:
-        page.set_viewport_size({"width": width, "height": 800})
-        for path in "", f"clusters/{night}", "new":
-            page.goto(page.home + path)
-            page.evaluate("document.querySelectorAll('details').forEach(element => { element.open = true; })")
-            assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
 
 
 def test_the_page_shows_a_lost_connection_and_reconnects(opened, shared_platform, tmp_path):

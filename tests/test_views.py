@@ -20,14 +20,12 @@ from distributed.objects import SchedulerInfo
 from nbclient import NotebookClient
 from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
-from testbed import faults
 
 from dask_cml import CMLCluster, output
 from dask_cml import display as screens
 from dask_cml.cancellation import cancel
 from dask_cml.cli import show
 from dask_cml.display import StartDisplay
-from dask_cml.errors import LaunchRefused
 from dask_cml.options import SessionSize
 from dask_cml.records import store
 from dask_cml.records.record import Record, SchedulerState
@@ -176,26 +174,6 @@ async def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(mon
 ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 
 
-async def test_control_characters_of_others_do_not_reach_a_terminal(terminal, holds):
-    display = start_display([process(status=STEERING)], f"c{STEERING}", out=terminal)
-    async with shown(display):
-        await holds(terminal.lines)
-    await display.end(True)
-    for line in terminal.lines()[0], terminal.lines()[-1].rstrip("\n"):
-        assert ESCAPED in line.lower()
-        assert line.isprintable()
-
-
-async def test_control_characters_of_a_refusal_do_not_reach_a_terminal(platform):
-    reason = f"exceeded quota: {STEERING}\nask for less{STEERING}"
-    faults.inject("answer", status=403, function="launch_workers", message=reason, times=9)
-    with pytest.raises(LaunchRefused) as refused:
-        await CMLCluster(platform="local", asynchronous=True)
-    lines = str(refused.value).splitlines()
-    assert len(lines) > 1
-    assert all(line.isprintable() for line in lines)
-
-
 @simulated
 async def test_control_characters_of_a_task_do_not_reach_a_terminal(it):
     async with (
@@ -276,16 +254,6 @@ async def test_of_several_groups_those_that_adapt_are_named(it, capsys):
 # -- HTML
 
 
-@simulated
-async def test_the_widgets_status_has_no_row_without_content(it):
-    async with simulate() as cluster:
-        status = cluster._widget().children[0]
-        await eventually(lambda: "cluster-repr" in cluster.periodic_callbacks)
-        cluster.periodic_callbacks["cluster-repr"].callback()
-        assert "Status:" in status.value
-        assert not re.search(r"<td[^>]*>\s*</td>", status.value)
-
-
 @pytest.mark.slow
 @simulated
 async def test_of_many_sessions_the_scheduler_and_those_that_are_not_connected_are_shown(it):
@@ -362,27 +330,3 @@ async def test_a_cancelled_start_says_how_many_sessions_were_stopped(platform, h
     platform.configure(start_delay=0)
     assert re.fullmatch(r"Interrupted: \d sessions? stopped\n", capsys.readouterr().err)
     assert all(session["stop_requested"] for session in platform.sessions())
-
-
-class InterruptedCluster(CMLCluster):
-    """A cluster whose start is cancelled by Ctrl-C before the constructor handles it."""
-
-    def sync(self, func, *args, **options):
-        if func != self._start:
-            return super().sync(func, *args, **options)
-        super().sync(self._cancel_start)
-        raise KeyboardInterrupt
-
-    async def _cancel_start(self):
-        starting = asyncio.ensure_future(self._start())
-        while len(self.api.launched) < 3:
-            await asyncio.sleep(0.01)
-        await cancel_once(starting)
-
-
-def test_an_interrupted_constructor_says_once_how_many_sessions_were_stopped(platform, capsys):
-    platform.configure(start_delay=60)
-    with pytest.raises(KeyboardInterrupt):
-        InterruptedCluster(n_workers=2, platform="local")
-    platform.configure(start_delay=0)
-    assert capsys.readouterr().err == "Interrupted: 3 sessions stopped\n"
