@@ -632,7 +632,7 @@ async def xsrf(server, headers):
 
 OTHER_HOST = (
     "The web UI refuses requests for host 'evil.example'. If this is your proxy, add it to cml.forward-hosts "
-    "in Dask's configuration, and start it again"
+    "in Dask's configuration, before it starts"
 )
 
 

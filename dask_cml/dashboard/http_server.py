@@ -182,7 +182,7 @@ class HostGuard:
         if not self._is_known(_split(f"//{host}")[0]):
             return (
                 f"{self._server} refuses requests for host {host!r}. If this is your proxy, add it to "
-                f"cml.forward-hosts in Dask's configuration, and start it again"
+                "cml.forward-hosts in Dask's configuration, before it starts"
             )
         reads = request.method in _SAFE and "Upgrade" not in request.headers
         if any_origin or reads or origin is None or self._is_same(origin, host):
