@@ -177,6 +177,26 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
     assert err.count("no answer") == 4
 
 
+def test_a_signal_ends_a_program_whose_output_nobody_reads():
+    code = """
+    class Cluster:
+        options = type("", (), {"name": "mine"})
+        ending = property(lambda self: self)
+        note_exit = end_now = lambda self, argument: None
+    from dask_cml.core import at_exit
+    at_exit.end_at_exit(Cluster())
+    threading.Thread(target=print, args=("ready\\n" + "x" * 10**6,), daemon=True).start()
+    while True: time.sleep(0.1)
+    """
+    program = Program(code).when_ready()
+    program.process.terminate()
+    try:
+        assert program.process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        program.process.kill()
+        program.process.communicate()
+
+
 @pytest.mark.slow
 def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):
     code = """
@@ -277,9 +297,12 @@ FORKS = {
     """,
     "multiprocessing": """
         import multiprocessing
-        child = multiprocessing.get_context("fork").Process(target=print)
-        child.start()
-        child.join()
+        for _ in range(9):  # also at once after the fork, a signal ends a child, and no cluster
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
+            child.start()
+            child.terminate()
+            child.join(20)
+            assert child.exitcode == -signal.SIGTERM
     """,
 }
 

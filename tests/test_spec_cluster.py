@@ -234,6 +234,8 @@ async def test_names_may_be_numbers_as_in_the_examples_of_speccluster(it):
         it.platform.evict(cluster.workers["0"].session_id)
         await eventually(lambda: names(cluster) == {"1", "7"})
         assert 7 in cluster.worker_spec
+        # A thread that shows the cluster copies this view in one step, whatever the event loop changes.
+        assert isinstance(cluster.worker_spec.items(), type({}.items()))
         del cluster.worker_spec[7]
         await eventually(lambda: arrived(cluster) == arrived(remote) == 1)
         cluster.scale(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread as executors
-import contextlib
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 #: Added to the number of a signal, it is the exit status of a program that the signal ended.
 _BY_SIGNAL = 128
 _is_over = False
+_fork = threading.local()
 
 
 def end_at_exit(cluster: Any) -> None:
@@ -70,9 +70,10 @@ def _handle_signals() -> None:
 def _exit(signum: int, _: Any) -> None:
     """Shut down all clusters, and end the program here, as the signal does by default."""
     _end_all()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # of a stream of the program, of any class
-            stream.flush()
+    # Another thread may hold a stream, and wait for a reader that never comes.
+    output.write(lambda: sys.stdout.flush())
+    output.write(lambda: sys.stderr.flush())
+    output.flush()
     os._exit(_BY_SIGNAL + signum)
 
 
@@ -139,11 +140,21 @@ def _wait_for_makers() -> None:
             maker.join()
 
 
+def _hold_signals() -> None:
+    # Python drops signals that a new child gets before it is ready for its handlers, but they must end it.
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
 def _forget_all() -> None:
     """Leave the clusters to the parent process, after a fork."""
     _clusters.clear()
     _handle_signals()
+    _release_signals()
 
 
 compat.exit_before_thread_pools(_wait_and_end)
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all)

@@ -40,6 +40,10 @@ class Specs(UserDict[str, Any]):
         self.update(specs)
         return self
 
+    def items(self) -> Any:
+        """Return a view that a list copies in one step: another thread may show the specs."""
+        return self.data.items()
+
     def __contains__(self, name: object) -> bool:
         return super().__contains__(str(name))
 
