@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
 from distributed import Scheduler
 from simulated.process import SimulatedProcess
+from simulated.shell import shell
 from simulated.world import World
 
-from dask_cml import CMLCluster, CMLError, cli, output
+from dask_cml import CMLCluster, CMLError, output
 from dask_cml.core import view
 from dask_cml.discovery import discover
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
@@ -37,6 +35,10 @@ WANTED: dict[str, Any] = {"groups": {}}
 LIGHT = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
 #: The environment of processes in the session of the tests.
 NOTEBOOK = {"CDSW_ENGINE_ID": "notebook12345678"}
+#: The options of a cluster that lives on without its creator.
+NIGHT: dict[str, Any] = {"name": "night", "security": True, "shutdown_on_close": False}
+#: Who manages it when nobody is connected, in the words of ``dask cml info``.
+SCHEDULERS_SESSION = "its scheduler's session"
 
 
 def make(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
@@ -62,6 +64,16 @@ async def create_and_kill(it: World, **options: Any) -> None:
     """Let another process of this session create a cluster in the simulated world, and kill it."""
     creator = await create_elsewhere(it, **options)
     creator.kill()
+
+
+async def leave_alone(it: World, **options: Any) -> None:
+    """Let another process create the cluster ``night``, which lives on, and kill it."""
+    await create_and_kill(it, **{**NIGHT, **options})
+
+
+async def shut_down(name: str = "night") -> None:
+    """Shut a cluster down that another process has created."""
+    await (await rebuild(name)).shutdown()
 
 
 def scheduler_of(it: World, cluster: CMLCluster) -> Scheduler:
@@ -270,19 +282,7 @@ async def found_by_dask_ctl() -> list[CMLCluster]:
 
 async def run_command(*words: object) -> str:
     """Run a command of ``dask cml`` in this event loop, and return what it prints."""
-    command: click.Command = cli.cml
-    name, arguments = "cml", [*map(str, words)]
-    while isinstance(command, click.Group):
-        context = command.make_context(name, arguments[:1], resilient_parsing=True)
-        found, subcommand, arguments = command.resolve_command(context, arguments)
-        assert found is not None
-        assert subcommand is not None
-        name, command = found, subcommand
-    with redirect_stdout(StringIO()) as printed, command.make_context(name, arguments) as context:
-        result = command.invoke(context)
-        if isinstance(result, Awaitable):
-            await result
-    return printed.getvalue()
+    return await shell(*words)
 
 
 def is_keeper(cluster: CMLCluster) -> bool:

@@ -100,25 +100,6 @@ async def test_a_client_connects_by_the_plain_address_and_each_representation_sh
         assert await client.submit(sum, [1, 2]) == 3
 
 
-PLAIN = """
-import sys
-from dask.distributed import Client
-
-if sys.argv[2:]:
-    Client(sys.argv[2]).close()
-with Client(sys.argv[1]) as client:
-    print(client.submit(sum, [1, 2]).result())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["after its name", "by the configuration"])
-def test_a_process_without_our_import_connects_by_the_plain_address(cluster, tmp_path, how):
-    name, loader = ([ADDRESS], None) if how == "after its name" else ([], "dask_cml.address.load_security")
-    variables = {"DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER": loader}
-    assert run(PLAIN, cluster.scheduler.address, *name, folder=tmp_path, **variables) == "3\n"
-
-
 DIRECT = f"""
 import sys, time
 from distributed import Client
@@ -185,15 +166,6 @@ async def test_a_peer_that_accepts_and_never_answers_ends_a_connection_in_time(m
         assert (other in chain(client.value)) == (user == "ben")
     with pytest.raises(OSError, match=reason):
         await asyncio.wait_for(connected_to("cml://mute"), 60)
-
-
-async def test_a_client_waits_for_a_cluster_that_starts(platform, caplog, holds):
-    write_record(Record("soon"))
-    async with scheduler() as running:
-        connecting = asyncio.create_task(connected_to("cml://soon"))
-        await holds(lambda: "Cluster soon is starting: its scheduler has no address yet" in caplog.text)
-        lead_to(running, "soon")
-        assert await connecting == running.id
 
 
 async def test_a_client_does_not_wait_for_a_cluster_whose_creator_died_before_the_scheduler_answered(

@@ -20,7 +20,6 @@ from dask_cml.records import store
 
 ROOT = Path(__file__).parents[1]
 METADATA = ROOT / ".project-metadata.yaml"
-IMAGES = ROOT / ".ci/images"
 SCRIPTS = ROOT / "cml"
 
 pytestmark = pytest.mark.skipif(

@@ -306,14 +306,6 @@ def argv(plan):
     return ast.literal_eval(session)["command"]
 
 
-def test_a_task_that_asks_for_a_whole_share_fits(tmp_path):
-    for amount in 1, 123456789, 2**53 + 2, 1e22, 0.1:
-        options = read(processes=3, resources={"MEM": amount})
-        command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
-        [share] = values(command, "--resources")
-        assert float(share.removeprefix("MEM=")) == amount / 3
-
-
 def test_dask_cuda_gets_the_arguments_that_it_takes(tmp_path):
     options = read(
         cpu=4, memory=16, memory_reserve=0, nvidia_gpu=2, worker_command=["dask", "cuda", "worker"]

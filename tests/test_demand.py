@@ -158,24 +158,6 @@ async def test_a_session_of_several_processes_counts_once_and_is_busy_if_a_plugi
     del future
 
 
-async def test_tasks_for_certain_workers_are_counted_apart_unless_others_may_run_them(
-    scheduler, client, holds
-):
-    futures = [client.submit(abs, i, workers=["mine-7"]) for i in range(3)]
-    futures.append(client.submit(abs, 4, workers=["tcp://127.0.0.1:9"], resources={"GPU": 1}))
-    futures.append(client.submit(abs, 5, workers=["mine-8"], allow_other_workers=True, key="loose"))
-    await holds(lambda: len(scheduler.unrunnable) == 5)
-    answer = known_demand(scheduler, "mine")
-    assert sorted(answer["restricted"], key=str) == [
-        {"names": ["mine-7"], "tasks": 3},
-        {"names": ["tcp://127.0.0.1:9"], "tasks": 1},
-    ]
-    assert tasks(answer) == {PLAIN: (1, 1)}
-    async with workers(scheduler, mine_7={}, mine_8={}):
-        await holds(lambda: all(future.done() for future in futures[:3]))
-        assert [tasks["tasks"] for tasks in known_demand(scheduler, "mine")["restricted"]] == [1]
-
-
 class Task:
     """As much of a TaskState as is looked at."""
 

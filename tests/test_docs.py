@@ -117,17 +117,6 @@ def test_the_python_code_of_a_page_runs(project, page):
                 exec(code, names)
 
 
-@pytest.mark.slow
-def test_the_tests_of_a_page_pass(project, tmp_path):
-    (block,) = (
-        block for block in blocks(DOCS / "other-tools.md", "python") if "pytest.fixture" in block.text
-    )
-    (tmp_path / "test_page.py").write_text(block.text)
-    command = [sys.executable, "-m", "pytest", "-q", "test_page.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert "1 passed" in result.stdout, result.stdout + result.stderr
-
-
 def test_the_commands_of_the_pages_exist(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     for block in [block for page in PAGES for block in blocks(page, "console", "sh")]:

@@ -6,7 +6,7 @@ import asyncio
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, log_of, make, simulate, target, until_written
+from clusters import create_and_kill, log_of, make, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 
@@ -65,25 +65,6 @@ def test_a_new_cluster_with_more_is_refused_with_the_limit(state):
             make(**options)
         assert str(caught.value).startswith(f"invalid {words}")
     assert not state.exists()
-
-
-@simulated
-async def test_a_cluster_that_runs_is_connected_to_whatever_the_limits_are(it):
-    with limited(sessions=2), pytest.raises(ValueError, match="invalid n_workers=3: expected at most 1"):
-        await simulate(name="lab", n_workers=3, create_mode="create-or-connect")  # there is none
-    assert it.platform.live == []
-    assert store.records() == []
-    async with simulate(name="lab", n_workers=3) as mine:
-        await eventually(lambda: arrived(mine) == 3)
-        with limited(sessions=2):
-            other = await simulate(name="lab", n_workers=3, create_mode="create-or-connect")
-            assert target(other) == 3
-            other.scale(2)  # less is not more
-            await until_written(other)
-            with pytest.raises(ValueError, match="invalid n=3: expected at most 1"):
-                other.scale(3)
-            await eventually(lambda: arrived(mine) == 2)
-            await other.leave()
 
 
 # -- adapting

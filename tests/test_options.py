@@ -112,11 +112,6 @@ def test_memory_is_in_gib_and_times_are_in_seconds_unless_they_say_another_unit(
         assert Options.read(worker_timeout=seconds).worker_timeout == 3
 
 
-def test_threads_are_as_many_as_whole_cpus_and_shared_evenly():
-    for cpu, processes, nthreads in [(0.5, 1, 1), (3.9, 1, 3), (7, 2, 6), (2, 4, 4)]:
-        assert Options.read(cpu=cpu, processes=processes).nthreads == nthreads
-
-
 def test_options_do_not_change_with_the_given_objects():
     security = Security(require_encryption=True)
     assert Options.read(security=security).security is security
@@ -339,12 +334,6 @@ def test_several_processes_in_a_session_need_nannies(stub):
         CMLCluster(processes=2, worker_args=arguments)
     with pytest.raises(ValueError, match=r"^in worker_groups\['wide'\]: invalid worker_args: expected no"):
         CMLCluster(worker_args=arguments, worker_groups={"wide": {"processes": 2}})
-
-
-def test_never_overrides_a_time_limit_in_the_configuration():
-    with dask.config.set({"cml.idle-timeout": "1 hour", "cml.orphan-timeout": "never"}):
-        options = Options.read(idle_timeout="never")
-    assert (options.idle_timeout, options.orphan_timeout) == (None, None)
 
 
 def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub):

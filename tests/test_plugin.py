@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import re
 
@@ -15,7 +14,6 @@ from schedulers import WATCH, begin_with, post, prepare, report, scheduler_in
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.protocol import Rank
 from dask_cml.scheduler import plugin
-from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PRELOAD
 from dask_cml.timing import timing
 
@@ -48,23 +46,6 @@ def file_of(folder, number=0):
 
 
 # -- start
-
-
-async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch, holds):
-    calls = []
-    for name in ("begin", "write"):
-        action = getattr(StateFile, name)
-
-        def stale_at_first(self, *arguments, name=name, action=action):
-            calls.append(name)
-            if calls.count(name) == 1:
-                raise OSError(errno.ESTALE, "Stale file handle")
-            return action(self, *arguments)
-
-        monkeypatch.setattr(StateFile, name, stale_at_first)
-    async with scheduler_in(folder) as running:
-        await holds((folder / scheduler_file(0)).exists)
-        assert file_of(folder)["address"] == running.address
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["of a deleted cluster", "with an invalid file"])

@@ -12,11 +12,8 @@ import psutil
 import pytest
 
 from dask_cml.records.record import Maker, Record, SchedulerState
-from dask_cml.scheduler.board import WantedGroup
 
 # -- what the scheduler writes
-
-GROUPS = {"default": WantedGroup(), "gpu": WantedGroup({"nvidia_gpu": 1}, 2)}
 
 
 def test_fields_of_a_scheduler_may_be_missing_null_or_unknown_and_its_session_invalid():

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from clusters import create_elsewhere, is_keeper, rebuild
+from clusters import is_keeper, leave_alone, rebuild, shut_down
 from simulated.testing import eventually, simulated
 
 from dask_cml import protocol
@@ -16,18 +16,6 @@ from dask_cml.scheduler.resident import WHO
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
-
-NIGHT = {"name": "night", "security": True, "shutdown_on_close": False}
-
-
-async def leave_alone(it, **options):
-    """Let another process create a cluster that lives on, and kill it."""
-    creator = await create_elsewhere(it, **NIGHT, **options)
-    creator.kill()
-
-
-async def shut_down():
-    await (await rebuild("night")).shutdown()
 
 
 def residents(it):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import dask
 from distributed.core import Status
 
-from dask_cml.core.policy import Snapshot, Supply, Work, sessions_wanted
 from dask_cml.doctor import environment
 from dask_cml.scheduler.health import Health
 from dask_cml.timing import timing
@@ -43,25 +42,6 @@ def test_the_problem_names_a_full_worker_and_a_remedy():
     ):
         words = problem_of({**FULL, **change})
         assert "is paused and starts no tasks: 0.90 of 1.00 GiB memory are used" in words, change
-
-
-def wanted(full, tasks, arrived=2):
-    supply = Supply("default", adapts=True, target=arrived, sessions=arrived, busy=arrived, full=full)
-    snapshot = Snapshot([Work({}, tasks=tasks, seconds=tasks * 1000)] if tasks else [], [supply])
-    return sessions_wanted(
-        snapshot,
-        "default",
-        arrived=arrived,
-        planned=arrived,
-        underway=[],
-        start_time=10,
-        target_duration=5,
-    )
-
-
-def test_adaptive_scaling_counts_no_work_on_full_sessions_which_need_no_others_without_work():
-    numbers = [wanted(full, tasks) for full, tasks in ((0, 2), (1, 2), (2, 2), (2, 0))]
-    assert numbers == [2, 3, 4, 2]
 
 
 # -- the doctor

@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import itertools
 import json
-import multiprocessing
 import os
-import signal
 import stat
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import Mock
 
-import dask
 import pytest
 from clusters import WANTED, launch, new_record
 
@@ -310,57 +304,3 @@ def test_a_folder_that_was_not_found_once_has_ended_no_cluster_if_its_parent_lis
 
 
 # -- several writers, and their deaths
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["launch", "replace", "remove"])
-def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what, monkeypatch):
-    monkeypatch.setattr(store, "_LEFTOVER_AGE", -1.0)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    seen = []
-    for step in range(1, 100):
-        old = new_record("a", options={"is": "old"})
-        (claim(old) / "key.pem").write_text("secret")
-        writer = context.Process(target=die_at, args=(state, what, step))
-        writer.start()
-        writer.join()
-        found = records()
-        seen.append(["new" if record.sessions else record.options["is"] for record in found])
-        if writer.exitcode == 0:
-            break
-        assert writer.exitcode == -signal.SIGKILL
-        for record in found:
-            launch(record, "session-2")
-            assert "session-2" in read("a").sessions
-            remove(record)
-        another = new_record("another")
-        claim(another)
-        remove(another)
-        assert os.listdir(state) == []
-    assert len(seen) > 5
-    assert seen[0] == ["old"]
-    assert seen[-1] == ([] if what == "remove" else ["new"])
-    assert all(outcome in (["old"], ["new"], []) for outcome in seen)
-    assert what != "launch" or [] not in seen
-
-
-def die_at(directory, what, step):
-    """Do it, and die in front of one of the calls that it makes of the file system."""
-    calls = ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "os.utime")
-    steps = itertools.count(1)
-
-    def audit(event, arguments):
-        if event in calls and next(steps) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    dask.config.set({"cml.state-directory": str(directory)})
-    old = read("a")
-    sys.addaudithook(audit)
-    if what == "launch":
-        launch(old, "session-1")
-    else:
-        remove(old)
-        if what == "replace":
-            claim(new_record("a", options={"is": "new"}))

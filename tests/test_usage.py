@@ -84,18 +84,10 @@ def test_a_session_counts_once_from_its_start_to_its_end():
 # -- whole clusters
 
 
-def test_where_prices_are_set_it_shows_costs(state):
+def test_prices_count_each_part_of_a_session_and_are_above_0():
     usage = Usage(scheduler=SessionHours(1, 2.0, 2.0, 4.0), default=SessionHours(1, 1.0, 4.0, 16.0, 2.0))
-    assert usage.total.cost is None
-    assert "cost" not in repr(usage)
-    with dask.config.set({"cml.prices.cpu": 0.5}):
-        assert usage.total.cost == 3.0
-        head, *lines = repr(usage).splitlines()
-        assert head.endswith("  GPU hours  cost")
-        assert [line.split()[-1] for line in lines] == ["1.00", "2.00", "3.00"]
-        with dask.config.set({"cml.prices.memory": 0.01, "cml.prices.gpu": 2}):
-            assert usage.total.cost == pytest.approx(3.0 + 0.2 + 4.0)
-    assert "cost" not in str(usage.to_json())  # what the history keeps
+    with dask.config.set({"cml.prices.cpu": 0.5, "cml.prices.memory": 0.01, "cml.prices.gpu": 2}):
+        assert usage.total.cost == pytest.approx(3.0 + 0.2 + 4.0)
     for price in 0, -1, "cheap", True:
         with (
             dask.config.set({"cml.prices.gpu": price}),

@@ -135,22 +135,6 @@ def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path, small):
     assert len("\n".join(after)) >= KEPT - len(lines[0])
 
 
-def test_a_line_that_another_process_adds_to_a_long_log_stays_and_one_without_an_end_is_shortened(
-    tmp_path, small
-):
-    path = tmp_path / "log"
-    print_lines(path, numbered(1000))
-    log = wrapper.Log(str(path))
-    log.write(b"[lost: evicted]\n")
-    print_lines(path, numbered(50))
-    assert "[lost: evicted]" in path.read_text().splitlines()
-    for _ in range(400):
-        log.write(b"." * 100)
-        log.shorten()
-    assert path.stat().st_size <= 3 * KEPT
-    assert b"[output omitted: " in path.read_bytes()
-
-
 def test_a_program_that_prints_without_end_fills_no_disk(tmp_path, small):
     code = "print('x\\n' * 1_000_000); exit(3)"
     with pytest.raises(RuntimeError, match="exit status 3"):

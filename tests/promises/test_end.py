@@ -11,7 +11,7 @@ from typing import Any
 
 import dask
 import pytest
-from clusters import arrived, create_elsewhere, log_of, rebuild, simulate
+from clusters import arrived, create_elsewhere, log_of, simulate
 from jupyter_client import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 from programs import Program
@@ -337,16 +337,6 @@ async def test_a_closed_cluster_refuses_what_it_is_asked_for(it):
 
 
 # -- ends that others bring about
-
-
-@simulated
-async def test_shutdown_ends_a_cluster_for_everybody(it):
-    async with simulate(name="night", n_workers=1) as cluster, rebuild("night") as other:
-        await eventually(lambda: arrived(other) == 1)
-        await other.shutdown()
-        assert it.platform.live == []
-        await eventually(lambda: cluster.status.name == "closed")
-    assert it.clusters == []
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from clusters import (
+    NIGHT,
     NOTEBOOK,
+    SCHEDULERS_SESSION,
     arrived,
     ask_when_taking_over,
     create_elsewhere,
@@ -16,6 +18,7 @@ from clusters import (
     found_by_dask_ctl,
     is_keeper,
     keep_busy,
+    leave_alone,
     limits,
     log_of,
     manager,
@@ -23,21 +26,17 @@ from clusters import (
     observe,
     rebuild,
     run_command,
+    shut_down,
     simulate,
     target,
 )
 from distributed import Client
 from simulated.testing import eventually, simulated
-from simulated.world import World
 
 from dask_cml import CMLCluster
 
 pytestmark = pytest.mark.usefixtures("light")
 
-#: The options of a cluster that lives on without its creator.
-NIGHT: dict[str, Any] = {"name": "night", "security": True, "shutdown_on_close": False}
-#: Who manages it when nobody is connected.
-RESIDENT = "its scheduler's session"
 #: The environment of a process in another session than that of the tests.
 OTHER = {"CDSW_ENGINE_ID": "other12345678901"}
 
@@ -46,16 +45,6 @@ async def addresses_of(client: Client) -> dict[str, str]:
     """Return the addresses of the Dask workers by their names."""
     workers = (await client.scheduler.identity())["workers"]
     return {worker["name"]: address for address, worker in workers.items()}
-
-
-async def leave_alone(it: World, **options: Any) -> None:
-    """Let a process create a cluster that lives on, and kill it."""
-    creator = await create_elsewhere(it, **NIGHT, **options)
-    creator.kill()
-
-
-async def shut_down(name: str = "night") -> None:
-    await (await rebuild(name)).shutdown()
 
 
 def seen(cluster: CMLCluster) -> list[tuple[str, str, str]]:
@@ -274,7 +263,7 @@ async def test_who_leaves_a_cluster_that_lives_on_leaves_the_rest_to_its_schedul
         await cluster.close()
     assert "not launched" not in caplog.text
     await eventually(lambda: n_connected("night") == 2, 120.0)
-    await eventually(lambda: manager("night") == RESIDENT)
+    await eventually(lambda: manager("night") == SCHEDULERS_SESSION)
     await shut_down()
 
 
@@ -292,22 +281,12 @@ async def test_a_cluster_that_lives_on_is_managed_while_a_monitor_connects_every
 
     await leave_alone(it, n_workers=2)
     watching = it.process("monitor", OTHER).start(monitor())
-    await eventually(lambda: manager("night") == RESIDENT, 120.0)
+    await eventually(lambda: manager("night") == SCHEDULERS_SESSION, 120.0)
     it.platform.evict(it.platform.running["night-0"])
     await eventually(lambda: "night-2" in it.platform.running and n_connected("night") == 2, 120.0)
     await asyncio.sleep(60.0)
-    assert manager("night") == RESIDENT
+    assert manager("night") == SCHEDULERS_SESSION
     watching.cancel()
-    await shut_down()
-
-
-@pytest.mark.slow
-@simulated
-async def test_a_notebook_that_stays_manages_a_cluster_that_lives_on(it):
-    await leave_alone(it, n_workers=1)
-    await eventually(lambda: manager("night") == RESIDENT)
-    async with rebuild("night") as cluster:
-        await eventually(lambda: is_keeper(cluster), 60.0)
     await shut_down()
 
 
@@ -320,7 +299,7 @@ async def test_dask_ctls_list_does_not_manage_a_cluster(it):
         await asyncio.sleep(8.0)
         assert not is_keeper(listed)
         assert manager("night") is None
-    await eventually(lambda: manager("night") == RESIDENT, 60.0)
+    await eventually(lambda: manager("night") == SCHEDULERS_SESSION, 60.0)
     await shut_down()
 
 
@@ -328,12 +307,12 @@ async def test_dask_ctls_list_does_not_manage_a_cluster(it):
 @simulated
 async def test_dask_ctl_scales_a_cluster_that_lives_on(it):
     await leave_alone(it, n_workers=1)
-    await eventually(lambda: manager("night") == RESIDENT)
+    await eventually(lambda: manager("night") == SCHEDULERS_SESSION)
     [found] = await found_by_dask_ctl()
     async with found:
         await found.scale(2)
         await eventually(lambda: n_connected("night") == 2)
-    assert manager("night") == RESIDENT
+    assert manager("night") == SCHEDULERS_SESSION
     await shut_down()
 
 
@@ -350,7 +329,7 @@ async def test_dask_cml_adapt_returns_whoever_manages_the_cluster(it, after):
     printed = await asyncio.wait_for(run_command("adapt", "night", 1, 3), 60.0)
     assert printed == "Cluster night adapts between 1 and 3 workers\n"
     await eventually(lambda: n_connected("night") == 1)
-    await eventually(lambda: manager("night") == RESIDENT)
+    await eventually(lambda: manager("night") == SCHEDULERS_SESSION)
     async with Client("cml://night", asynchronous=True) as client:
         futures = client.map(asyncio.sleep, [3600] * 100, pure=False)
         await eventually(lambda: n_connected("night") == 3)

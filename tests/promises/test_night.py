@@ -8,7 +8,17 @@ import sys
 
 import dask
 import pytest
-from clusters import arrived, create_elsewhere, live, rebuild, simulate
+from clusters import (
+    NIGHT,
+    SCHEDULERS_SESSION,
+    arrived,
+    create_elsewhere,
+    leave_alone,
+    live,
+    rebuild,
+    shut_down,
+    simulate,
+)
 from distributed import Client
 from shells import run_json
 from simulated.faults import HTTPError
@@ -16,20 +26,6 @@ from simulated.shell import shell, shell_json
 from simulated.testing import eventually, simulated
 
 pytestmark = pytest.mark.usefixtures("light")
-
-NIGHT = {"name": "night", "security": True, "shutdown_on_close": False}
-#: How `dask cml info` names the process in the scheduler's session.
-SCHEDULERS_SESSION = "its scheduler's session"
-
-
-async def create_and_die(it, **options):
-    """Let a notebook create the cluster, and kill it."""
-    creator = await create_elsewhere(it, **{**NIGHT, **options})
-    creator.kill()
-
-
-async def shut_down():
-    await (await rebuild("night")).shutdown()
 
 
 async def manager():
@@ -68,7 +64,7 @@ async def why_ended():
 async def test_a_cluster_with_shutdown_on_close_false_outlives_its_creator(it, end):
     options = {"n_workers": 1, "orphan_timeout": "10s"}
     if end == "a crash":
-        await create_and_die(it, **options)
+        await leave_alone(it, **options)
     else:
         async with simulate(**NIGHT, **options) as cluster:
             await eventually(lambda: arrived(cluster) == 1)
@@ -91,7 +87,7 @@ async def test_its_creation_says_until_when_it_can_run(it):
 
 @simulated
 async def test_a_cluster_ends_with_the_session_that_launched_it(it):
-    await create_and_die(it, n_workers=1)
+    await leave_alone(it, n_workers=1)
     await until_manager_is(SCHEDULERS_SESSION)
     n_launched = it.platform.count("launch_workers")
     it.platform.end_session("notebook12345678")
@@ -108,7 +104,7 @@ async def test_a_cluster_ends_with_the_session_that_launched_it(it):
 @pytest.mark.slow
 @simulated
 async def test_a_cluster_that_is_left_alone_replaces_a_lost_worker(it):
-    await create_and_die(it, n_workers=2)
+    await leave_alone(it, n_workers=2)
     await until_manager_is(SCHEDULERS_SESSION)
     it.platform.evict(it.platform.running["night-0"])
     await eventually(lambda: {*it.platform.running} == {"night-scheduler", "night-1", "night-2"})
@@ -140,7 +136,7 @@ async def test_a_cluster_that_is_left_alone_adapts(it):
 @pytest.mark.slow
 @simulated
 async def test_a_cluster_that_is_left_alone_ends_when_it_is_idle(it):
-    await create_and_die(it, n_workers=1, idle_timeout="60s")
+    await leave_alone(it, n_workers=1, idle_timeout="60s")
     await until_manager_is(SCHEDULERS_SESSION)
     await eventually(lambda: not it.platform.live and it.clusters == [])
     assert await why_ended() == "idle for 60 s"
@@ -149,7 +145,7 @@ async def test_a_cluster_that_is_left_alone_ends_when_it_is_idle(it):
 @pytest.mark.slow
 @simulated
 async def test_an_idle_cluster_ends_although_clients_are_connected(it):
-    await create_and_die(it, n_workers=1, idle_timeout="60s")
+    await leave_alone(it, n_workers=1, idle_timeout="60s")
     async with Client("cml://night", asynchronous=True) as client:
         await client.submit(asyncio.sleep, 200)  # which is no idle time
         assert it.platform.running
@@ -160,7 +156,7 @@ async def test_an_idle_cluster_ends_although_clients_are_connected(it):
 @pytest.mark.slow
 @simulated
 async def test_a_cluster_that_is_left_alone_ends_with_its_scheduler(it):
-    await create_and_die(it, n_workers=2)
+    await leave_alone(it, n_workers=2)
     await until_manager_is(SCHEDULERS_SESSION)
     n_launched = it.platform.count("launch_workers")
     it.platform.evict(it.platform.running["night-scheduler"])
@@ -171,7 +167,7 @@ async def test_a_cluster_that_is_left_alone_ends_with_its_scheduler(it):
 @pytest.mark.slow
 @simulated
 async def test_a_cluster_whose_tasks_wait_in_vain_for_a_worker_ends_when_nobody_manages_it(it):
-    await create_and_die(it, n_workers=1, idle_timeout="120s")
+    await leave_alone(it, n_workers=1, idle_timeout="120s")
     async with Client("cml://night", asynchronous=True) as client:
         future = client.submit(asyncio.sleep, 3600)
         await until_manager_is(SCHEDULERS_SESSION)
@@ -189,7 +185,7 @@ async def test_a_cluster_whose_tasks_wait_in_vain_for_a_worker_ends_when_nobody_
 @pytest.mark.slow
 @simulated
 async def test_a_cluster_whose_workers_are_queued_waits_for_them(it):
-    await create_and_die(it, n_workers=1, idle_timeout="120s")
+    await leave_alone(it, n_workers=1, idle_timeout="120s")
     async with Client("cml://night", asynchronous=True) as client:
         future = client.submit(asyncio.sleep, 3600)
         await until_manager_is(SCHEDULERS_SESSION)
@@ -206,7 +202,7 @@ async def test_a_cluster_whose_workers_are_queued_waits_for_them(it):
 @pytest.mark.slow
 @simulated
 async def test_info_shows_why_the_schedulers_session_launches_nothing(it):
-    await create_and_die(it, n_workers=1)
+    await leave_alone(it, n_workers=1)
     await until_manager_is(SCHEDULERS_SESSION)
     it.platform.fail("launch_workers", *[HTTPError(403)] * 100)
     it.platform.evict(it.platform.running["night-0"])
@@ -267,7 +263,7 @@ async def test_the_process_that_created_a_cluster_manages_it_while_it_runs(it):
 @pytest.mark.slow
 @simulated
 async def test_another_notebook_manages_the_cluster_and_hands_it_back_when_it_leaves(it):
-    await create_and_die(it, n_workers=1)
+    await leave_alone(it, n_workers=1)
     await until_manager_is(SCHEDULERS_SESSION)
     async with rebuild("night") as cluster:
         await asyncio.wait_for(until_manager_is("in session notebook12345678"), 60.0)
@@ -283,7 +279,7 @@ async def test_another_notebook_manages_the_cluster_and_hands_it_back_when_it_le
 @pytest.mark.slow
 @simulated
 async def test_the_schedulers_session_manages_a_cluster_that_a_command_has_scaled(it):
-    await create_and_die(it)
+    await leave_alone(it)
     await until_manager_is(SCHEDULERS_SESSION)
     assert await shell("scale", "night", 2) == "Cluster night scaled to 2 workers\n"
     assert len(it.platform.running) == 3
@@ -293,7 +289,7 @@ async def test_the_schedulers_session_manages_a_cluster_that_a_command_has_scale
 
 @simulated
 async def test_commands_that_only_look_leave_the_manager_alone(it):
-    await create_and_die(it, n_workers=1)
+    await leave_alone(it, n_workers=1)
     await until_manager_is(SCHEDULERS_SESSION)
     for words in ["list"], ["info", "night"], ["group", "list", "night"], ["logs", "night"]:
         await shell(*words)

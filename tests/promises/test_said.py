@@ -9,7 +9,7 @@ import time
 import dask
 import distributed
 import pytest
-from clusters import LIGHT, arrived, connected, lines_of, log_of, make, rebuild, simulate
+from clusters import LIGHT, arrived, connected, lines_of, log_of, make, simulate
 from distributed import Client, wait
 from programs import Program
 from simulated.testing import eventually, simulated
@@ -140,24 +140,6 @@ async def test_a_second_cluster_of_a_process_says_how_to_shut_the_first_one_down
         assert command
         assert command[2] == f"from dask_cml import CMLCluster; CMLCluster.from_name({one.name!r}).shutdown()"
         assert {cluster.name for cluster in CMLCluster.open()} == {one.name, "named", two.name}
-
-
-@simulated
-async def test_who_ended_a_cluster_is_told_to_its_other_users_and_their_clients(it):
-    async with (
-        simulate(name="night", n_workers=1) as cluster,
-        rebuild("night") as other,
-        Client("cml://night", asynchronous=True) as client,
-    ):
-        await client.wait_for_workers(1)
-        future = client.submit(asyncio.sleep, 3600)
-        await asyncio.sleep(10.0)
-        await cluster.shutdown()
-        who = r"closed by \w+ in session notebook12345678 \(process \d+\)"
-        await eventually(lambda: re.search(who, other.problem or ""))
-        await eventually(lambda: future.status == "cancelled")
-        with pytest.raises(Exception, match=rf"cluster night has ended: {who}" if GIVES_REASONS else None):
-            await future
 
 
 @simulated

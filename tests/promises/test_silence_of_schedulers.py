@@ -8,6 +8,7 @@ import time
 import pytest
 from clusters import (
     NOTEBOOK,
+    SCHEDULERS_SESSION,
     arrived,
     create_elsewhere,
     cut_off,
@@ -23,7 +24,6 @@ from simulated.world import World
 pytestmark = pytest.mark.usefixtures("light")
 
 ELSEWHERE = {"CDSW_ENGINE_ID": "anothersession00"}
-SCHEDULERS_SESSION = "its scheduler's session"
 
 
 def let_lists_hang(it: World) -> None:
