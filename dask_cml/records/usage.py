@@ -13,6 +13,7 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import SessionSize, setting
 from dask_cml.records.record import Record
+from dask_cml.sessions.entry import Launch
 from dask_cml.words import table
 
 _UNKNOWN = SessionSize(0, 0)
@@ -131,12 +132,22 @@ def usage_of(record: Record, now: float) -> Usage:
     now : float
         The current time, in seconds since 1970.
     """
-    used: dict[str, SessionHours] = {}
+    launches: dict[str, list[Launch]] = {}
     for launch in {**record.launches, **record.ended}.values():
         group = SCHEDULER if launch.key == SCHEDULER else launch.worker_group(record.name)
-        hours, size = max(0.0, launch.seconds(now)) / 3600, launch.size or _UNKNOWN
-        amounts = hours * size.cpu, hours * size.memory, hours * size.nvidia_gpu
-        lost = {launch.cause: 1} if launch.cause else {}
-        used[group] = used.get(group, SessionHours()) + SessionHours(1, hours, *amounts, lost)
+        launches.setdefault(group, []).append(launch)
+    used = {group: _sum(of_group, now) for group, of_group in launches.items()}
     order = sorted(used, key=lambda group: (group != SCHEDULER, group != DEFAULT_GROUP, group))
     return Usage({group: used[group] for group in order})
+
+
+def _sum(launches: list[Launch], now: float) -> SessionHours:
+    used = [(max(0.0, launch.seconds(now)) / 3600, launch.size or _UNKNOWN) for launch in launches]
+    return SessionHours(
+        len(used),
+        sum(hours for hours, _ in used),
+        sum(hours * size.cpu for hours, size in used),
+        sum(hours * size.memory for hours, size in used),
+        sum(hours * size.nvidia_gpu for hours, size in used),
+        dict(Counter(launch.cause for launch in launches if launch.cause)),
+    )
