@@ -6,12 +6,10 @@ import asyncio
 import gc
 from itertools import product
 
-import dask
 import pytest
 from clusters import (
     adapting_of,
     arrived,
-    change_known_board,
     cut_off,
     is_keeper,
     limits,
@@ -26,8 +24,7 @@ from clusters import (
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
-from dask_cml.scheduler.board import Letter, Request
-from dask_cml.timing import timing
+from dask_cml import CMLAdaptive
 
 FAST = {"interval": "1 s", "wait_count": 2}
 
@@ -138,17 +135,6 @@ async def test_a_question_without_an_answer_does_not_end_adapting(it, fault, cap
         assert target(cluster) == 1
         scheduler.handlers["cml_demand"] = work.answer
         await eventually(lambda: arrived(cluster) == 3)
-
-
-@simulated
-async def test_groups_that_adapt_share_one_question(it, monkeypatch):
-    monkeypatch.setattr(timing, "look", 3600.0)  # the keeper's looks ask the same
-    async with simulate(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
-        work = Work(it, cluster)
-        cluster.adapt(0, 5, interval="10 s")
-        cluster.adapt(0, 5, interval="10 s", worker_group="gpu")
-        await asyncio.sleep(35)
-        assert 3 <= work.questions <= 4
 
 
 @simulated
@@ -279,63 +265,6 @@ async def test_another_class_goes_on_although_nobody_holds_it_until_the_cluster_
         assert former.periodic_callback is None
 
 
-@pytest.mark.slow
-@pytest.mark.images
-@simulated
-async def test_another_class_may_scale_without_waiting_by_memory_too_and_within_the_limits_of_the_site(it):
-    class Hasty(Adaptive):
-        async def scale_up(self, n):
-            self.cluster.scale(memory=f"{4 * n} GiB")
-
-    async with (
-        simulate(name="mine", memory=4, worker_groups={"gpu": {}}) as cluster,
-        rebuild("mine") as remote,
-    ):
-        wanted = [2]
-        scheduler_of(it, cluster).handlers["adaptive_target"] = lambda **_: wanted[-1]
-        for user in cluster, remote:
-            adaptive = user.adapt(Adaptive=Hasty, interval="1 s")
-            await eventually(lambda: target(cluster) == 2)
-            adaptive.stop()
-            await cluster.scale(0)
-            await eventually(lambda: target(remote) == 0)
-        with dask.config.set({"cml.limits.sessions": 4}):
-            cluster.adapt(0, 3, Adaptive=Adaptive, interval="1 s")
-            await eventually(lambda: target(cluster) == 2)
-            cluster.scale(1, worker_group="gpu")
-            wanted.append(3)
-            await asyncio.sleep(5)
-            assert target(cluster) == 2
-
-
-@simulated
-async def test_a_request_of_another_process_before_the_user_adapts_ends_not_the_adaptive_of_the_user(it):
-    async with simulate(name="lab", n_workers=0) as cluster:
-        request = Letter(number=1, request=Request(kind="scale", n=2))
-        change_known_board(cluster, mail=(request,))
-        adaptive = cluster.adapt(1, 3)
-        assert target(cluster) == 2
-        assert cluster._adaptive is adaptive
-        adaptive.stop()
-        assert limits(cluster) is None
-
-
-@simulated
-async def test_a_release_of_dask_whose_adaptive_has_no_state_adapts_and_stops_everywhere(it, monkeypatch):
-    def without_state(self, *arguments, **options):
-        begin(self, *arguments, **options)
-        vars(self).pop("state", None)
-
-    begin = Adaptive.__init__
-    monkeypatch.setattr(Adaptive, "__init__", without_state)
-    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
-        for user in cluster, remote:
-            adaptive = user.adapt(1, 3)
-            await eventually(lambda: limits(cluster) == limits(remote) == (1, 3))
-            adaptive.stop()
-            await eventually(lambda: limits(cluster) is limits(remote) is None)
-
-
 @simulated
 async def test_the_next_keeper_adapts_and_knows_start_times_and_the_object_of_the_user_stops_it(it):
     async with simulate(name="mine") as cluster, rebuild("mine") as other:
@@ -354,3 +283,50 @@ async def test_the_next_keeper_adapts_and_knows_start_times_and_the_object_of_th
         adaptive.stop()
         await until_written(cluster)
         await eventually(lambda: limits(other) is limits(cluster) is None)
+
+
+# -- classes of users
+
+
+def wanting(cls):
+    """Return a class of adaptive scaling that wants as many sessions as its user says."""
+
+    class Wanting(cls):
+        wanted = 0
+
+        async def target(self):
+            return self.wanted
+
+    return Wanting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cls", "fails"), [(Adaptive, "scale_down"), (CMLAdaptive, "safe_target")])
+@simulated
+async def test_a_class_of_a_user_has_its_own_target_and_an_error_is_logged_once(it, cls, fails, caplog):
+    failures = []
+
+    async def fail(**_):
+        failures.append(fails)
+        raise OSError("it failed")
+
+    async with simulate() as cluster:
+        adaptive = cluster.adapt(Adaptive=wanting(cls), minimum=0, maximum=4, **FAST)
+        for n in (3, 9, 2):
+            adaptive.wanted = n
+            await eventually(lambda n=n: len(cluster.workers) == arrived(cluster) == min(n, 4))
+            assert len(adaptive.plan) == min(n, 4)
+        setattr(adaptive, fails, fail)
+        adaptive.wanted = 0
+        await eventually(lambda: len(failures) > 3)
+        assert "it failed" in caplog.text
+        if cls is CMLAdaptive:  # Dask's class logs by itself
+            assert caplog.text.count("Adaptive scaling of cluster") == 1
+        assert adaptive.state == "running"
+        assert adaptive.periodic_callback.is_running()
+        delattr(adaptive, fails)
+        await eventually(lambda: not cluster.workers)
+        adaptive.stop()
+        adaptive.wanted = 2
+        await asyncio.sleep(20)
+        assert target(cluster) == 0

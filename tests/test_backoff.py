@@ -94,16 +94,6 @@ def test_the_pause_doubles_with_each_failure_until_nothing_is_launched(backoff, 
     assert lines[-1] == f"Cluster mine launches {backoff.words}. To try again, run `dask cml scale mine N`"
 
 
-def test_launches_that_began_together_and_fail_one_by_one_count_once(backoff, lines, clock, fail):
-    began = clock.now
-    for _ in range(9):
-        clock.now += 1
-        fail(1, began)
-    assert (len(lines), backoff.pause, backoff.gave_up) == (9, 0, False)
-    fail(1, clock.now)
-    assert backoff.pause == 2
-
-
 def test_a_refusal_is_reported_once_and_retried_later(backoff, lines, clock, refuse):
     assert backoff.affordable(9, 4, [1.0]) == 9
     assert backoff.affordable(9, 4, [1.0, 61.0]) == 4  # queued for longer than quota-retry
@@ -160,16 +150,6 @@ def test_the_pauses_follow_from_the_causes(backoff, clock, lose, losses, pauses)
         assert (backoff.pause, backoff.gave_up) == (60, False)
 
 
-def test_the_pauses_grow_while_connections_last_for_a_few_minutes(backoff, clock, lose):
-    pauses = []
-    for lasts in (31, 31, 31, 599, 601, 31):
-        backoff.arrived(clock.now)
-        clock.now += lasts
-        lose({"mine-0": KILLED})
-        pauses.append(backoff.pause)
-    assert pauses == [0, 2, 4, 8, 0, 2]
-
-
 def test_workers_that_were_launched_before_others_failed_do_not_count_again(backoff, clock, lines, lose):
     """The nodes of a cluster may be drained one by one."""
     began = clock.now
@@ -178,25 +158,6 @@ def test_workers_that_were_launched_before_others_failed_do_not_count_again(back
         clock.now += 2
         lose({f"mine-{n}": EVICTED}, began, lasted=3600)
     assert (backoff.pause, backoff.gave_up, len(lines)) == (0, False, 9)
-
-
-def test_workers_that_are_lost_long_after_their_launch_are_no_failures_in_a_row(backoff, clock, lose):
-    """In a large cluster, workers are lost and others connect all the time."""
-    for _ in range(9):
-        backoff.arrived(clock.now)
-        clock.now += 5
-        lose({"mine-0": EVICTED}, clock.now - 60, lasted=40)
-        clock.now += 60
-    assert not backoff.gave_up
-
-
-def test_a_replacement_is_announced_only_if_it_is_launched(backoff, lines, lose):
-    while not backoff.gave_up:
-        assert all("; launching a replacement" in line for line in lines)
-        lose({"mine-0": KILLED, "mine-1": CLOSED})
-    assert lines[-3:-1] == [f"Worker mine-0 lost: {KILLED.words}", "Worker mine-1 closed"]
-    lose({"mine-2": CLOSED})
-    assert lines[-1] == "Worker mine-2 closed"
 
 
 # -- in a cluster, each group has its own

@@ -317,12 +317,6 @@ async def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_count
 
 
 @pytest.mark.slow
-async def test_a_worker_that_was_closed_is_not_a_loss(client, is_told):
-    await client.retire_workers(names=["mine-0"])
-    await is_told("closed")
-
-
-@pytest.mark.slow
 async def test_a_worker_whose_connection_breaks_is_a_loss_although_its_program_exits_with_0(client, is_told):
     def break_connection(dask_worker):
         dask_worker.loop.call_later(0.1, dask_worker.batched_stream.comm.abort)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import sys
 import threading
 import time
-import warnings
-from types import SimpleNamespace
 
 import dask
 import pytest
@@ -20,7 +17,6 @@ from clusters import (
     is_connected,
     rebuild,
     scheduler_number,
-    scheduler_of,
     simulate,
 )
 from distributed import Worker
@@ -55,18 +51,6 @@ async def test_a_cluster_that_is_closed_twice_at_once_does_not_start_again(it):
 
 
 @simulated
-async def test_a_start_that_nobody_can_await_any_more_ends_without_an_error(it):
-    """As at the interpreter's exit, when the event loop has ended."""
-    cluster = simulate(n_workers=1)
-    starting = cluster._start()
-    starting.send(None)
-    await eventually(lambda: it.platform.live)
-    await asyncio.to_thread(starting.close)  # a thread has no event loop
-    await cluster.close()
-    assert it.platform.live == []
-
-
-@simulated
 async def test_of_several_tasks_that_await_a_start_only_the_last_ends_it(it):
     it.platform.doom("silent")
     cluster = simulate()
@@ -84,29 +68,6 @@ async def test_of_several_tasks_that_await_a_start_only_the_last_ends_it(it):
         await patient
     assert not it.platform.running
     assert cluster.status == Status.closed
-
-
-@simulated
-async def test_a_block_that_is_thrown_away_with_its_event_loop_leaves_no_warning(it):
-    """The cluster is closed at the interpreter's exit, or by close_all."""
-
-    async def use():
-        async with cluster:
-            started.set()
-            await asyncio.Event().wait()
-
-    cluster, started = simulate(), asyncio.Event()
-    block = use()
-    waits = block.send(None)
-    while not started.is_set():
-        await asyncio.wait([waits])
-        waits = block.send(None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        await asyncio.to_thread(block.close)  # a thread has no event loop
-        gc.collect()
-    assert cluster.status == Status.running
-    await cluster.close()
 
 
 @simulated
@@ -198,19 +159,6 @@ async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
         assert time.monotonic() - begin < 25  # Dask tries to connect for 30 s
 
 
-@simulated
-async def test_wait_for_workers_counts_no_paused_workers(it):
-    async with simulate(n_workers=1) as cluster:
-        await cluster.wait_for_workers(1)
-        [worker] = it.sessions.program(cluster.sessions[1].id)
-        worker.status = Status.paused
-        await eventually(lambda: not scheduler_of(it, cluster).running)
-        with pytest.raises(TimeoutError, match=r"^Only 0/1 workers arrived after 500 ms$"):
-            await cluster.wait_for_workers(1, timeout="500 ms")
-        worker.status = Status.running
-        await cluster.wait_for_workers(1)
-
-
 @pytest.mark.slow
 @pytest.mark.images
 @simulated
@@ -261,24 +209,3 @@ async def test_the_loop_reads_and_writes_no_file_of_the_cluster(platform, light,
         is_on = False
     assert elsewhere
     assert not in_loop
-
-
-@simulated
-async def test_who_waits_for_workers_does_not_let_the_keeper_forget_one(it, monkeypatch):
-    """The scheduler tells of a new worker by another connection, which may be faster than an older answer."""
-
-    async def identity():
-        answer = await comm.identity()
-        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
-        return answer
-
-    async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        comm = cluster.scheduler_comm
-        monkeypatch.setattr(cluster, "scheduler_comm", SimpleNamespace(identity=identity))
-        waiting = asyncio.create_task(cluster.wait_for_workers(1))
-        await asyncio.sleep(0.5)
-        cluster.scale(2)
-        await waiting
-        cluster.scheduler_comm = comm
-        assert len(cluster.scheduler_info["workers"]) == 2

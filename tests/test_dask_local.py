@@ -19,11 +19,10 @@ import sys
 from unittest import mock
 
 import pytest
-from clusters import LIGHT, arrived, make, scheduler_of, simulate
+from clusters import LIGHT, arrived, make
 from distributed import Client
 from distributed.core import Status
 from distributed.deploy.spec import close_clusters
-from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
 
@@ -52,21 +51,6 @@ def test_its_client_shares_its_event_loop_and_its_keys(cluster):
     assert f"workers=2, threads=2, memory={memory:.2f} GiB" in repr(cluster)
     assert not cluster.asynchronous
     assert cluster.sync(is_asynchronous, cluster)
-
-
-@pytest.mark.slow
-def test_the_widget_runs_in_the_clusters_loop(cluster):
-    ipywidgets = pytest.importorskip("ipywidgets")
-
-    async def show():  # another event loop runs here
-        cluster._ipython_display_()
-
-    with mock.patch("IPython.display.display") as display:
-        asyncio.run(show())
-    [shown], _ = display.call_args
-    assert "text/html" in shown
-    assert isinstance(cluster._cached_widget, ipywidgets.Widget)
-    assert cluster.periodic_callbacks["cluster-repr"].io_loop is cluster.loop
 
 
 @pytest.mark.slow
@@ -104,25 +88,3 @@ async def test_it_leaves_no_task_in_the_event_loop(platform, holds):
         await holds(lambda: arrived(cluster) == 1)
         assert asyncio.all_tasks() > before
     await holds(lambda: asyncio.all_tasks() - before <= {asyncio.current_task()})
-
-
-@simulated
-async def test_waiting_for_workers_waits_until_they_run(it):
-    async with simulate(n_workers=1) as cluster:
-        cluster.scale(3)
-        await cluster.wait_for_workers(3)
-        statuses = [worker["status"] for worker in cluster.scheduler_info["workers"].values()]
-        assert statuses == ["running"] * 3
-
-
-@simulated
-async def test_what_the_cluster_says_of_itself_reaches_the_scheduler(it):
-    async with simulate(name="mine") as cluster:
-        scheduler = scheduler_of(it, cluster)
-
-        def known():
-            return scheduler.get_metadata(keys=["cluster-manager-info"], default={})
-
-        await eventually(lambda: known().get("name") == "mine")
-        cluster._cluster_info["foo"] = "bar"
-        await eventually(lambda: known().get("foo") == "bar")

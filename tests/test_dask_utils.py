@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import signal
 import sys
@@ -78,20 +77,6 @@ def left(platform, *others):
 def page(url):
     with urllib.request.urlopen(url, timeout=120) as answer:
         return answer.status
-
-
-def test_their_parameters_are_the_prototypes():
-    required = inspect.Parameter.empty
-
-    def parameters(function):
-        return {p.name: p.default for p in inspect.signature(function).parameters.values()}
-
-    of_a_worker = {"num_workers": required, "cpu": required, "memory": required, "nvidia_gpu": 0}
-    assert parameters(run_dask_cluster) == {**of_a_worker, "dashboard_port": None}
-    assert parameters(run_scheduler) == {"dashboard_port": required, "num_workers": 1, "cpu": 1, "memory": 2}
-    assert parameters(run_dask_workers) == {"scheduler_url": required, **of_a_worker}
-    assert parameters(get_scheduler_url) == {"dask_scheduler": required}
-    assert parameters(get_dashboard_url) == {"dask_scheduler": required}
 
 
 @pytest.mark.slow
@@ -206,25 +191,6 @@ def test_a_worker_that_ends_or_does_not_connect_raises_an_error(workers_v1, sche
     with dask.config.set({"cml.worker-timeout": "10s"}), late:
         run_dask_workers(url, 2, 1, 1)
     assert left(workers_v1, other) == [scheduler[0]["id"]]
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_is_lost_while_workers_start_raises_an_error(workers_v1, other, until):
-    def lose():
-        def worker():
-            return [session for session in workers_v1.sessions() if session["name"].endswith("-0")]
-
-        until(worker)
-        [scheduler] = [session for session in workers_v1.sessions() if session["name"].endswith("-scheduler")]
-        workers_v1.evict(scheduler["id"])
-
-    workers_v1.inject("hangs", match="dask', 'worker'")
-    thread = threading.Thread(target=lose)
-    thread.start()
-    with pytest.raises(SessionFailed, match="the scheduler's session"):
-        run_dask_cluster(1, 1, 1)
-    thread.join()
-    assert left(workers_v1, other) == []
 
 
 def test_ctrl_c_leaves_no_session(workers_v1, other, until):

@@ -11,10 +11,9 @@ import textwrap
 import threading
 
 import pytest
-from clusters import loop_runs, simulate
+from clusters import loop_runs
 from distributed.core import Status
 from programs import PATIENCE, Program
-from simulated.testing import eventually, simulated
 from testbed import faults
 
 from dask_cml import CMLCluster
@@ -51,32 +50,6 @@ SYNC = """
 cluster = CMLCluster(n_workers=1, quiet=True)
 print("ready", flush=True)
 """
-UNCLOSED = """
-async def main():
-    global cluster
-    cluster = await CMLCluster(n_workers=1, quiet=True, asynchronous=True)
-    print("ready", flush=True)
-"""
-ANOTHERS = (
-    UNCLOSED
-    + """
-asyncio.run(main())
-from dask_cml import local
-from dask_cml.records import store
-from dask_cml.sessions.entry import Launch
-[session] = local.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
-launched = [Launch(session["id"], f"{cluster.name}-7", None, int(time.time()))]
-store.write_sessions(store.read(cluster.name), launched, [])
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_worker_processes")
-def test_sessions_of_another_process_are_stopped_although_the_event_loop_has_ended(platform, all_stopped):
-    returned, _, err = Program(ANOTHERS).ends()
-    assert (returned, err) == (0, "")
-    all_stopped(3)
 
 
 @pytest.mark.slow
@@ -136,47 +109,6 @@ def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped)
     assert re.fullmatch(r"the program of .* \(process \d+\) ended", ended.why)
 
 
-@pytest.mark.slow
-def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
-    code = """
-    import logging
-    class Notices(logging.Handler):
-        def emit(self, record):
-            if "please wait" in record.getMessage():
-                notices.append(record)
-            if len(notices) == 2:
-                both.set()
-    class Cluster:
-        options = type("", (), {"name": "mine"})
-        ending = property(lambda self: self)
-        def note_exit(self, error):
-            assert error is None
-        def end_now(self, timeout):
-            together.wait(60)
-            # As from outside, where the main thread gets them. Python handles none that comes while the main
-            # thread is about to wait for a lock.
-            while self is clusters[0] and not both.is_set():
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-                both.wait(1)
-            both.wait(60)
-            os.write(1, b"ended\\n")
-            raise OSError("no answer")
-    from dask_cml.core import at_exit
-    notices, both, together = [], threading.Event(), threading.Barrier(4)
-    at_exit.logger.addHandler(Notices())
-    at_exit.logger.addHandler(logging.StreamHandler())
-    clusters = [Cluster() for _ in range(4)]
-    for cluster in clusters:
-        at_exit.end_at_exit(cluster)
-    """
-    returned, out, err = Program(code).ends()
-    assert (returned, out) == (0, "ended\n" * 4), err
-    wait = "Shutting down cluster mine, mine, mine, mine first: please wait"
-    assert {*err.splitlines()} == {wait, "no answer"}
-    assert err.count("no answer") == 4
-
-
 def test_a_signal_ends_a_program_whose_output_nobody_reads():
     code = """
     class Cluster:
@@ -195,25 +127,6 @@ def test_a_signal_ends_a_program_whose_output_nobody_reads():
     finally:
         program.process.kill()
         program.process.communicate()
-
-
-@pytest.mark.slow
-def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):
-    code = """
-    def work():
-        with CMLCluster(n_workers=0, quiet=True) as cluster, Client(cluster) as client:
-            print("ready", flush=True)
-            made.set()
-            while not threading._SHUTTING_DOWN:
-                time.sleep(0.01)
-            print(client.run_on_scheduler(lambda: "still there"), flush=True)
-    made = threading.Event()
-    threading.Thread(target=work).start()
-    made.wait()
-    """
-    returned, out, err = Program(code).ends()
-    assert (returned, out, err) == (0, "ready\nstill there\n", "")
-    all_stopped(1)
 
 
 WAITS_FOR_A_THREAD = """
@@ -243,27 +156,6 @@ def test_a_signal_ends_a_program_that_waits_for_the_thread_of_a_cluster(platform
     else:  # as if Python itself had waited for the thread
         assert "KeyboardInterrupt" in err
     all_stopped(2)
-
-
-@pytest.mark.slow
-def test_no_cluster_is_created_while_the_program_exits(platform, all_stopped):
-    code = """
-    def work():
-        while at_exit._is_over is False:
-            time.sleep(0.01)
-        try:
-            CMLCluster(n_workers=0, quiet=True)
-        except CMLError as error:
-            print(error)
-    from dask_cml import CMLError
-    from dask_cml.core import at_exit
-    cluster = CMLCluster(n_workers=0, quiet=True)
-    threading.Thread(target=work).start()
-    """
-    returned, out, err = Program(code).ends()
-    assert (returned, err) == (0, "")
-    assert "the program is exiting" in out
-    all_stopped(1)
 
 
 @pytest.mark.slow
@@ -325,14 +217,6 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_cluster(platform, all_stop
 
 
 # -- close()
-
-
-@simulated
-async def test_close_stops_all_workers_by_one_call(it):
-    async with simulate(name="c", n_workers=9):
-        await eventually(lambda: len(it.platform.running) == 10)
-    [ids] = it.platform.arguments("stop_workers")
-    assert sorted(ids) == sorted(it.platform.all)
 
 
 # -- the handler of SIGTERM

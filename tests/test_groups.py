@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import clusters
-import dask
 import pytest
 from clusters import connected, limits, rebuild, scheduler_of, until_written
 from distributed import Client
@@ -231,15 +230,6 @@ def test_bad_groups_of_a_new_cluster_are_refused_before_any_launch(platform, gro
         CMLCluster(worker_groups=groups, platform="local")
     assert words in str(caught.value)
     assert platform.sessions() == []
-
-
-def test_groups_in_the_configuration_inherit_the_options_of_the_cluster():
-    with dask.config.set({"cml.worker-groups": {"gpu": {"nvidia-gpu": 2, "cpu": 8, "env": {"B": "2"}}}}):
-        options = Options.read(env={"A": "1"}, memory=3, worker_args=[]).groups()["gpu"]
-    assert (options.nvidia_gpu, options.cpu, options.memory, options.nthreads) == (2, 8, 3, 8)
-    assert options.processes == 2
-    assert options.resources == {"GPU": 2}
-    assert options.env.items() >= {"A": "1", "B": "2"}.items()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 import urllib.request
@@ -14,12 +13,10 @@ import dask
 import psutil
 import pytest
 from clusters import (
-    ObservedCluster,
     arrived,
     create_and_kill,
     create_elsewhere,
     is_connected,
-    is_keeper,
     is_subscribed,
     lines_of,
     live,
@@ -34,7 +31,7 @@ from clusters import (
     unsubscribe,
 )
 from distributed.core import Status
-from simulated.faults import HTTPError, Mishap
+from simulated.faults import Mishap
 from simulated.process import SimulatedProcess
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
@@ -42,7 +39,7 @@ from simulated.testing import eventually, simulated
 from dask_cml import ClusterExists, CMLCluster, CMLError, protocol
 from dask_cml.discovery import CMLCluster as DiscoveredCluster
 from dask_cml.discovery import discover
-from dask_cml.layout import RECORD_FILE, board_file
+from dask_cml.layout import RECORD_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.scheduler.resident import WHO
@@ -236,16 +233,6 @@ async def own(n_workers):
         yield cluster
 
 
-@asynccontextmanager
-async def found(n_workers):
-    """Yield a cluster whose creator is gone."""
-    async with own(n_workers):
-        pass
-    async with rebuild("night") as cluster:
-        await eventually(lambda: arrived(cluster) == n_workers)
-        yield cluster
-
-
 def launched(it):
     """Return the names of the sessions that are launched, and that nobody has stopped."""
     sessions = [session for session in it.platform.live_sessions if not session.stop_requested]
@@ -254,17 +241,6 @@ def launched(it):
 
 async def close_night():
     await (await rebuild("night")).shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("enter", "n"), [(own, 3), pytest.param(found, 0, marks=pytest.mark.slow)])
-@simulated
-async def test_who_keeps_a_cluster_next_carries_out_what_a_process_was_asked_for_that_leaves(it, enter, n):
-    async with enter(1) as cluster:
-        cluster.scale(n)
-    await eventually(lambda: n_connected("night") == n and len(launched(it)) == 1 + n)
-    await eventually(lambda: manager("night") == WHO)
-    await close_night()
 
 
 @pytest.mark.slow
@@ -296,29 +272,6 @@ async def test_who_keeps_a_cluster_next_stops_what_was_launched_for_an_earlier_w
     await close_night()
 
 
-@simulated
-async def test_what_a_process_that_leaves_could_not_do_is_left_to_another_that_watches(it):
-    async with own(1) as cluster, rebuild("night") as other:
-        it.platform.fail("stop_workers", *[HTTPError(401)] * 1000)
-        cluster.scale(0)
-        await cluster.leave()
-        await eventually(lambda: is_keeper(other), 2.0)
-        it.platform.heal()
-        await eventually(lambda: launched(it) == {"night-scheduler"})
-        await other.shutdown()
-
-
-@pytest.mark.slow
-@simulated
-async def test_what_a_process_asked_for_that_only_shows_a_cluster_is_carried_out_by_its_keeper(it):
-    async with own(1):
-        pass
-    async with ObservedCluster.from_name("night", asynchronous=True, quiet=True) as cluster:
-        cluster.scale(0)
-    await eventually(lambda: launched(it) == {"night-scheduler"} and manager("night") == WHO)
-    await close_night()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [SimulatedProcess.kill, SimulatedProcess.freeze])
 @simulated
@@ -330,42 +283,6 @@ async def test_what_a_process_asked_for_that_has_left_is_carried_out_although_th
         cluster.scale(0)
     await eventually(lambda: launched(it) == {"night-scheduler"})
     await close_night()
-
-
-@pytest.mark.parametrize(
-    ("options", "patience"),
-    [
-        ({"orphan_timeout": 5, "scheduler_timeout": 90}, 90),
-        ({"orphan_timeout": 100, "scheduler_timeout": 90}, 100),
-        ({"orphan_timeout": "never", "scheduler_timeout": 90}, None),
-        ({"orphan_timeout": 5, "shutdown_on_close": False}, None),
-    ],
-)
-@simulated
-async def test_a_scheduler_waits_for_its_creator_as_long_as_the_start_may_take(it, options, patience):
-    async with simulate(name="made", **options) as cluster:
-        content = json.loads((state_directory() / "made" / board_file(0)).read_text())
-        assert content["patience"] == patience
-        await cluster.shutdown()
-
-
-@simulated
-async def test_a_cluster_that_closes_while_its_folder_is_slowly_created_leaves_none(it):
-    claim = store.claim
-
-    def claim_slowly(*arguments):
-        time.sleep(5.0)
-        return claim(*arguments)
-
-    with mock.patch.object(store, "claim", claim_slowly):
-        cluster = simulate(**MADE)
-        starting = asyncio.ensure_future(cluster)
-        await asyncio.sleep(0.5)
-        await cluster.close()
-        with pytest.raises(CMLError, match="closed while it started"):
-            await starting
-        await asyncio.sleep(10.0)
-    assert (it.clusters, it.platform.all) == ([], {})
 
 
 @pytest.mark.slow

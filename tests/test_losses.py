@@ -6,7 +6,7 @@ import asyncio
 
 import dask
 import pytest
-from clusters import arrived, connected, cut_off, log_of, scheduler_of, simulate, waits
+from clusters import arrived, connected, log_of, scheduler_of, simulate, waits
 from distributed import Worker
 from simulated.faults import CALM, Weather
 from simulated.testing import eventually, simulated
@@ -46,36 +46,6 @@ async def test_a_session_that_ends_or_waits_and_leaves_the_list_is_replaced(it):
         await eventually(lambda: connected(cluster) == {"mine-2"}, seconds=120)
         assert "runs" not in log_of(cluster)
         assert "and the platform no longer lists its session" in log_of(cluster)
-
-
-@pytest.mark.slow
-@simulated
-async def test_a_session_that_the_list_lacks_is_kept_while_its_nanny_starts_a_worker_again(it):
-    async with simulate(name="mine", n_workers=1, **PROCESSES) as cluster:
-        await eventually(lambda: arrived(cluster) == 1 and cluster.workers["mine-0"].is_listed)
-        session = cluster.workers["mine-0"].session_id
-        it.platform.set(session, listed=False)
-        await eventually(lambda: cluster.sessions[1].status == "no longer listed", seconds=120)
-        await end_worker(it, cluster, "mine-0-1")
-        await asyncio.sleep(10.0)
-        options = {"name": "mine-0-1", "nthreads": 1, "dashboard": False, "dashboard_address": "127.0.0.1:0"}
-        again = Worker(scheduler_of(it, cluster).address, **options)
-        await it.sessions.processes[session].start(again.start())
-        await asyncio.sleep(30.0)
-        assert connected(cluster) == {"mine-0-0", "mine-0-1"}
-        assert "replacement" not in log_of(cluster)
-
-
-@simulated
-async def test_a_session_that_connects_while_the_platform_does_not_answer_is_not_lost(it):
-    async with simulate(name="mine", worker_timeout=10) as cluster:
-        with it.platform.held("list_workers"):
-            cluster.scale(1)
-            await eventually(lambda: connected(cluster) == {"mine-0"})
-            await asyncio.sleep(20)
-        await asyncio.sleep(10)
-        assert "lost" not in log_of(cluster)
-        assert connected(cluster) == {"mine-0"}
 
 
 @pytest.mark.slow
@@ -121,19 +91,6 @@ async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connec
         await eventually(
             lambda: "mine-0 lost: it did not connect within 10 s" in log_of(cluster), seconds=9.0
         )
-
-
-@pytest.mark.slow
-@simulated
-async def test_a_worker_that_never_connects_is_replaced_although_the_scheduler_is_away_now_and_then(it):
-    it.platform.doom("silent", key="-0")
-    async with simulate(name="mine", n_workers=1, worker_timeout=100) as cluster:
-        for _ in range(4):
-            await asyncio.sleep(25)
-            heal = cut_off(cluster)
-            await asyncio.sleep(25)
-            heal()
-        await eventually(lambda: "mine-0 lost: it did not connect within 100 s" in log_of(cluster), 30)
 
 
 @pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import io
 import logging
 import os
@@ -13,7 +11,6 @@ import sys
 import threading
 import traceback
 import warnings
-from types import SimpleNamespace
 
 import pytest
 from clusters import arrived, log_of, simulate
@@ -22,9 +19,6 @@ from simulated.testing import eventually, simulated
 from terminals import STEERING
 
 from dask_cml import output
-from dask_cml.cancellation import cancel
-from dask_cml.cli import console
-from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError
 from dask_cml.words import printable
 
@@ -117,21 +111,6 @@ def test_a_cluster_goes_on_whatever_becomes_of_its_output(tmp_path, monkeypatch,
         check_upkeep(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_no_word_is_lost_after_one_that_could_not_be_written(monkeypatch, capsys, name):
-    def emit(error):
-        raise error
-
-    with closed() as out, monkeypatch.context() as patch:
-        patch.setattr(sys, name, out)
-        output.say("lost", to_stderr=name == "stderr")
-    for error in RuntimeError("no logs"), SystemExit(1):  # of log handlers
-        output.write(functools.partial(emit, error))
-    output.say("written", to_stderr=name == "stderr")
-    assert output.flush(60)
-    assert getattr(capsys.readouterr(), name[3:]) == "written\n"
-
-
 def test_nothing_that_is_said_or_logged_steers_a_terminal(capsys):
     """A message, an argument, an exception and the error of a cluster may all have the text of a task."""
     logger, handler = output.get_logger("dask_cml.steered"), logging.StreamHandler(io.StringIO())
@@ -176,32 +155,6 @@ def test_a_cluster_goes_on_whatever_the_handlers_of_its_logs_do(tmp_path):
         logger.setLevel(level)
     assert any("next try" in message for message, _ in handler.seen)
     assert [message for message, thread in handler.seen if thread is threading.current_thread()] == []
-
-
-@pytest.mark.parametrize("kind", [closed, broken, none, write_only])
-async def test_a_start_goes_on_whatever_becomes_of_standard_error(monkeypatch, kind):
-    with kind() as out:
-        monkeypatch.setattr(sys, "stderr", out)
-        scheduler, processes = SimpleNamespace(waits_for=None), SimpleNamespace(arrived=list)
-        options = SimpleNamespace(name="mine")
-        display = StartDisplay(
-            SimpleNamespace(options=options, scheduler=scheduler, workers={}, processes=processes), []
-        )
-        showing = asyncio.create_task(display.run())
-        await asyncio.sleep(0.1)
-        await cancel(showing)
-        await display.end(True)
-    if isinstance(out, WriteOnly):
-        assert out.text == "Cluster mine started in 0 s with no workers\n"
-
-
-@pytest.mark.parametrize("make", [WriteOnly, lambda: None])
-def test_a_command_shows_progress_on_no_stream_that_is_no_terminal(monkeypatch, make):
-    out = make()
-    monkeypatch.setattr(sys, "stderr", out)
-    console.show("waiting")
-    console.show()
-    assert out is None or out.text == ""
 
 
 FORK = """

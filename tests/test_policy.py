@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from dask_cml.core.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
@@ -219,12 +217,6 @@ def test_tasks_for_workers_that_will_not_connect_are_reported():
     ]
 
 
-def test_a_reason_is_the_same_however_many_tasks_it_holds_up():
-    two, three = (Snapshot([work(n, unrunnable=n, FPGA=2, GPU=1)], [supply()]) for n in (2, 3))
-    assert unrunnable(two, []).keys() == unrunnable(three, []).keys()
-    assert [*unrunnable(two, []).values()] == ["2 tasks need FPGA=2, GPU=1, which no worker group offers"]
-
-
 def test_tasks_that_run_or_wait_for_workers_are_no_trouble():
     tasks = [work(3, FPGA=1), work(3, unrunnable=3)]
     assert not unrunnable(Snapshot(tasks, [supply(adapts=False, target=1)]), [])
@@ -239,19 +231,3 @@ def test_tasks_wait_for_ever_in_a_cluster_without_workers():
 
 
 # -- what it is decided by
-
-
-def test_a_snapshot_combines_what_the_scheduler_says_with_the_groups():
-    answer = {
-        "work": [{"resources": GPU, "tasks": 3, "unrunnable": 2, "seconds": 1.5}],
-        "restricted": [{"names": ("mine-7",), "tasks": 4}],
-        "groups": {"default": {"sessions": 2, "busy": 1, "managed": 5, "limit": 50}},
-    }
-    supplies = [gpus("default", 2, processes=2, target=3), supply("plain")]
-    snapshot = Snapshot.of(answer, supplies)
-    assert snapshot.work == [Work(GPU, tasks=3, seconds=1.5, unrunnable=2)]
-    assert snapshot.restricted == {("mine-7",): 4}
-    known = {"sessions": 2, "busy": 1, "managed": 5, "limit": 50}
-    assert snapshot.supplies == [replace(supplies[0], **known), supplies[1]]
-    assert snapshot.has_work("default")
-    assert not snapshot.has_work("plain")

@@ -187,19 +187,6 @@ async def test_the_scheduler_has_its_time_from_when_its_session_runs(stub, make,
     await starting
 
 
-async def test_an_unknown_ip_address_is_never_connected_to(stub, make, running, connects_to, monkeypatch):
-    monkeypatch.setattr(process, "_SCHEDULER_PORT", running.port)
-    scheduler = make()
-    starting = await begin(stub, scheduler)
-    for address in "unknown", "", None:
-        stub.set(scheduler.session_id, "running", ip_address=address)
-        await listings(stub, 3)
-    assert connects_to == []
-    stub.set(scheduler.session_id, ip_address="127.0.0.1")
-    await starting
-    assert set(connects_to) == {f"tcp://127.0.0.1:{running.port}"}
-
-
 async def test_a_scheduler_is_found_although_an_earlier_address_takes_connections_and_never_answers(
     stub, make, folder, running, connects_to, monkeypatch
 ):
@@ -250,12 +237,6 @@ async def test_a_session_of_which_no_list_was_seen_may_be_queued(stub, make, clo
     clock.now += 2
     with pytest.raises(SchedulerTimeout, match=r"(?s)did not answer within 700 s.*403"):
         await starting
-
-
-def test_it_listens_for_all_unless_sessions_share_the_machines_ports(stub, make):
-    for shared, host, port in (False, "0.0.0.0", 8786), (True, "127.0.0.1", 0):
-        stub.shares_host_network = lambda shared=shared: shared
-        assert f"'--host', '{host}', '--port', '{port}'" in make().plan.code
 
 
 # -- whose scheduler it is

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import dask
 import pytest
-from clusters import arrived, connected, lines_of, log_of, scheduler_of, simulate, target
+from clusters import arrived, connected, scheduler_of, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 
 from dask_cml.core import retirement
-
-PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
-
-
-class Counter:
-    n = 0
-
-    def add(self, n):
-        self.n += n
-        return self.n
 
 
 @simulated
@@ -96,26 +83,3 @@ async def test_no_session_is_stopped_while_the_scheduler_does_not_answer(it, op)
         cluster.scale(2)
         await eventually(lambda: {*cluster.workers} == {"mine-1", "mine-2"})
         assert await data == "data"
-
-
-@simulated
-async def test_a_session_that_keeps_one_of_its_workers_is_not_lost(it):
-    """The scheduler retires the other one, and Dask moves no actors."""
-    with dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"}):
-        async with (
-            simulate(name="mine", n_workers=2, **PROCESSES) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
-            await eventually(lambda: len(connected(cluster)) == 4)
-            counters = [
-                await client.submit(Counter, actor=True, workers=[name], pure=False)
-                for name in ("mine-0-0", "mine-1-0")
-            ]
-            cluster.scale(1)
-            await eventually(lambda: "stays until other workers can take its data" in log_of(cluster))
-            await eventually(lambda: len(connected(cluster)) == 3)
-            await asyncio.sleep(20)
-            assert len(lines_of(cluster)) == 1
-            assert {*cluster.workers} == {"mine-0", "mine-1"}
-            assert target(cluster) == 1
-            assert [await counter.add(1) for counter in counters] == [1, 1]

@@ -129,32 +129,6 @@ def test_an_ended_session_keeps_its_last_known_state(state):
     assert remove(record) == {}
 
 
-def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monkeypatch):
-    record = new_record("a")
-    claim(record, WANTED)
-    folder = record.folder
-    launch(record, *(f"session-{i}" for i in range(1000)))
-    read("a")  # each taken name is read once
-    calls = []
-
-    def count(name, function):
-        def counted(path, *arguments, **more):
-            if str(path).startswith(str(state)):  # other code of this process looks at other files, too
-                calls.append(name)
-            return function(path, *arguments, **more)
-
-        monkeypatch.setattr(os, name, counted)
-
-    for name in ("listdir", "scandir", "stat", "lstat", "open"):
-        count(name, getattr(os, name))
-    assert len(read("a").sessions) == 1000
-    monkeypatch.undo()
-    # The cluster's folder twice, the sessions and the taken names.
-    assert calls.count("listdir") + calls.count("scandir") == 4
-    assert len(calls) < 25
-    assert len(os.listdir(folder / SESSIONS_FOLDER)) == 1000
-
-
 def test_another_cluster_of_the_same_name_has_its_own_sessions(state):
     for session, at in {"session-1": LAUNCHED, "session-3": LAUNCHED + 60}.items():
         record = new_record("a")

@@ -41,17 +41,6 @@ def test_a_clusters_logs_are_listed_in_the_order_of_launch(tmp_path):
     assert [path.stem for path in paths.values()] == [f"{folder.name}-scheduler", *names]
 
 
-def test_logs_of_workers_of_any_name_are_listed_and_chosen(tmp_path, write):
-    names = ["Worker 1", "a-w0", "a-w2", "a-w10", "large", "large-2", "mine-0", "mine-gpu-0"]
-    for name in reversed(names):
-        write(name, f"of {name}\n")
-    logs = SessionLogs("mine", tmp_path)
-    assert [*logs.paths()] == logs.choose(names) == names
-    chosen = logs.choose(["a-w0-1", "large-2", "large-3", "mine-gpu-0-7"])
-    assert chosen == ["a-w0", "large-2", "large", "mine-gpu-0"]
-    assert logs.read(False, ["a-w10", "large-1"]) == {"a-w10": ["of a-w10"], "large": ["of large"]}
-
-
 def test_workers_are_chosen_by_the_names_of_sessions_and_of_dask_workers(tmp_path, write):
     write("mine-0", "")
     logs = SessionLogs("mine", tmp_path)
@@ -62,21 +51,6 @@ def test_workers_are_chosen_by_the_names_of_sessions_and_of_dask_workers(tmp_pat
         expected = rf"invalid worker '{unknown}': expected one of Cluster, Scheduler, mine-0$"
         with pytest.raises(ValueError, match=expected):
             logs.choose([unknown])
-
-
-def test_the_logs_of_chosen_workers_are_read(tmp_path, write):
-    write("mine-scheduler", "a\nb")
-    write("mine-0", "c\n")
-    logs = {"Scheduler": ["a", "b"], "mine-0": ["c"]}
-
-    def read(*arguments):
-        return SessionLogs("mine", tmp_path).read(*arguments)
-
-    assert read() == logs
-    assert read(True, False) == {"Scheduler": logs["Scheduler"]}
-    assert read(False, ["mine-0"]) == {"mine-0": logs["mine-0"]}
-    assert read(False, ["mine-1"], ["mine-1"]) == {"mine-1": []}
-    assert read(False, False) == {}
 
 
 def test_each_reading_gives_the_new_lines(tmp_path, write):

@@ -17,41 +17,25 @@ On purpose, these differ from SpecCluster:
 from __future__ import annotations
 
 import asyncio
-import inspect
-import linecache
 import re
 import warnings
 from pathlib import Path
 
-import distributed
 import pytest
 from clusters import (
-    NOTEBOOK,
     arrived,
-    board_of,
-    create_elsewhere,
-    is_keeper,
     limits,
-    n_connected,
     rebuild,
     scheduler_number,
-    scheduler_of,
     simulate,
     target,
 )
 from distributed import Client, SpecCluster
 from distributed.core import Status
-from distributed.deploy.cluster import Cluster
 from simulated.testing import eventually, simulated
 
-import dask_cml
 from dask_cml import CMLCluster
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
-from dask_cml.timing import timing
-
-#: The release of distributed whose lines the comments name, and how they do.
-RELEASE = "2026.8.0"
-MENTION = re.compile(r"\b(SpecCluster|Cluster)\.(\w+) \((spec|cluster)\.py:([0-9]+)\)")
 
 
 def names(cluster):
@@ -148,56 +132,6 @@ async def test_a_worker_is_replaced_by_its_own_spec(it):
 
 
 @simulated
-async def test_the_next_keeper_wants_as_many_ordinary_workers(it):
-    async def create():
-        async with simulate(name="mine", n_workers=1) as cluster:
-            add(cluster, "large", memory=8)
-            await cluster
-            await eventually(lambda: sizes(cluster) == [2, 8])
-            await eventually(lambda: n_connected("mine") == 2)
-            created.set()
-            await asyncio.Event().wait()
-
-    created, creator = asyncio.Event(), it.process("creator", NOTEBOOK)
-    creator.start(create())
-    await created.wait()
-    before = {*it.platform.live}
-    async with rebuild("mine", shutdown_on_close=True) as cluster:
-        creator.kill()
-        await eventually(lambda: is_keeper(cluster) and sizes(cluster) == [2, 8])
-        await asyncio.sleep(timing.strays + timing.stray)
-        assert {*it.platform.live} == before
-        it.platform.evict(it.platform.running["large"])
-        await eventually(lambda: sizes(cluster) == [2, 2] and target(cluster) == 2)
-
-
-@simulated
-async def test_a_worker_that_is_removed_by_hand_is_a_change_of_its_group_alone(it):
-    async with simulate(name="mine", n_workers=1, worker_groups={"gpu": {"n_workers": 2}}) as cluster:
-        await eventually(lambda: arrived(cluster) == 3)
-        before = board_of(cluster).groups
-        del cluster.worker_spec["mine-gpu-1"]
-        await cluster._correct_state()
-        await eventually(lambda: board_of(cluster).groups["gpu"].target == 1)
-        assert board_of(cluster).groups["default"] == before["default"]
-
-
-@simulated
-async def test_an_entry_of_several_dask_workers_has_the_suffixes_of_their_names(it):
-    async with simulate(name="mine", n_workers=2, cpu=3, processes=3, worker_args=[]) as cluster:
-        assert [spec["group"] for spec in cluster.worker_spec.values()] == [["-0", "-1", "-2"]] * 2
-        of_all = {f"mine-{i}-{j}" for i in range(2) for j in range(3)}
-        await eventually(lambda: names(cluster) == of_all)
-        assert cluster.plan == cluster.requested == cluster.observed == of_all
-        assert {worker.name for worker in scheduler_of(it, cluster).workers.values()} == of_all
-        cluster.scale(3)
-        assert cluster.plan - cluster.requested == {"mine-2-0", "mine-2-1", "mine-2-2"}
-        assert "6 / 9" in cluster._scaling_status()
-        await cluster
-        assert cluster.plan == cluster.requested != cluster.observed
-
-
-@simulated
 async def test_other_classes_may_be_in_the_spec_and_beside_them_a_group_adapts(it, caplog):
     async with simulate(name="mine", n_workers=1) as cluster:
         cluster.worker_spec["other"] = {"cls": Elsewhere, "options": {"size": "large"}}
@@ -216,30 +150,6 @@ async def test_other_classes_may_be_in_the_spec_and_beside_them_a_group_adapts(i
         assert {*cluster.workers} == {"mine-0", "mine-1", "another"}
         assert "Adaptive scaling of cluster mine failed" not in caplog.text
     assert another.state == "closed"
-
-
-class Numbered(CMLCluster):
-    def _new_worker_name(self, worker_number):
-        return worker_number
-
-
-@simulated
-async def test_names_may_be_numbers_as_in_the_examples_of_speccluster(it):
-    async with simulate(Numbered, name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
-        cluster.worker_spec[7] = cluster.new_spec
-        await cluster
-        await eventually(lambda: names(cluster) == names(remote) == {"0", "7"})
-        await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
-        assert remote.problem is cluster.problem is None
-        it.platform.evict(cluster.workers["0"].session_id)
-        await eventually(lambda: names(cluster) == {"1", "7"})
-        assert 7 in cluster.worker_spec
-        # A thread that shows the cluster copies this view in one step, whatever the event loop changes.
-        assert isinstance(cluster.worker_spec.items(), type({}.items()))
-        del cluster.worker_spec[7]
-        await eventually(lambda: arrived(cluster) == arrived(remote) == 1)
-        cluster.scale(0)
-        await eventually(lambda: not cluster.workers)
 
 
 @simulated
@@ -320,19 +230,6 @@ async def test_a_subclass_may_choose_names_specs_and_classes(it):
         await eventually(lambda: len(cluster.workers) == len(names(cluster)) == 1)
 
 
-@simulated
-async def test_the_next_keeper_takes_over_workers_of_any_name(it):
-    creator = await create_elsewhere(it, Own, name="mine", n_workers=2)
-    before = {*it.platform.live}
-    async with simulate(Own, name="mine", create_mode="connect", shutdown_on_close=True) as cluster:
-        creator.kill()
-        await eventually(lambda: is_keeper(cluster))
-        cluster.scale(3)
-        await eventually(lambda: arrived(cluster) == 3)
-        assert {*cluster.workers} == {f"prefix-mine-{i}-suffix" for i in range(3)}
-        assert before <= {*it.platform.live}
-
-
 class BrokenError(Exception):
     """What a worker raises that cannot start."""
 
@@ -363,31 +260,7 @@ async def test_nothing_is_launched_for_an_invalid_spec(it):
     assert it.platform.all == {}
 
 
-@simulated
-async def test_a_worker_that_cannot_start_later_is_tried_again_and_reported(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        cluster.worker_spec["broken"] = {"cls": Broken}
-        await cluster
-        assert {*cluster.workers} == {"mine-0"}
-        assert "it does not start" in cluster.problem
-        del cluster.worker_spec["broken"]
-
-
 # -- attributes
-
-
-@simulated
-async def test_the_status_is_that_of_speccluster(it):
-    cluster = simulate(n_workers=1)
-    assert cluster.status == Status.created
-    async with cluster:
-        assert cluster.status == cluster.scheduler.status == Status.running
-        [worker] = cluster.workers.values()
-        assert worker.status == Status.running
-        workers = cluster.workers
-        scheduler = cluster.scheduler
-    assert cluster.status == scheduler.status == worker.status == Status.closed
-    assert not workers
 
 
 @simulated
@@ -463,55 +336,8 @@ async def test_the_widget_shows_the_mode_and_the_workers(it):
 # -- what is overridden
 
 
-def overridden():
-    """Return what CMLCluster does otherwise than SpecCluster and Cluster, by the names of the members."""
-    own = vars(CMLCluster)
-    not_compared = vars(object).keys() - {"__repr__"} | {"__module__", "__annotations__", "__dict__"}
-    of_dask = (vars(SpecCluster).keys() | vars(Cluster).keys()) - not_compared
-    return {name: own[name] for name in sorted(of_dask & own.keys()) if not name.startswith("__static")}
-
-
-def sources():
-    return [path.read_text() for path in Path(dask_cml.__file__).parent.rglob("*.py")]
-
-
-def test_few_members_of_speccluster_and_cluster_are_overridden():
-    # SpecCluster leaves `from_name` and `_new_worker_name` to its subclasses, and `scale_up` is `scale`.
-    assert len(overridden().keys() - {"from_name", "_new_worker_name", "scale_up"}) <= 16
-
-
-@pytest.mark.parametrize("name", overridden())
-def test_what_is_overridden_has_a_reason(name):
-    member = overridden()[name]
-    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-    source = inspect.getsource(inspect.unwrap(member))
-    where = r"SpecCluster\.{name} \(spec" if name in vars(SpecCluster) else r"Cluster\.{name} \(cluster"
-    assert re.search(where.format(name=name) + r"\.py:[0-9]+\)", source)
-
-
 def test_what_a_cluster_has_beside_dasks_members_is_documented():
     api = Path(__file__).parent.parent / "docs" / "api.rst"
     documented = re.search(r"autoclass:: CMLCluster\n +:members: (.*)", api.read_text())[1].split(", ")
     own = {name for name in dir(CMLCluster) if not name.startswith("_")} - {*dir(SpecCluster)}
     assert own <= {*documented}
-
-
-def test_the_lines_of_dask_in_comments_are_those_of_the_functions():
-    mentions = {mention for text in sources() for mention in MENTION.findall(text)}
-    assert {name for _, name, _, _ in mentions} >= {*overridden()}
-    for cls, name, file, number in mentions:
-        member = vars({"SpecCluster": SpecCluster, "Cluster": Cluster}[cls])[name]
-        member = member.fget if isinstance(member, property) else member
-        if distributed.__version__ != RELEASE:
-            continue
-        function = inspect.unwrap(getattr(member, "__func__", member))
-        path, number = inspect.getsourcefile(function), int(number)
-        lines, first = inspect.getsourcelines(function)
-        is_alias = linecache.getline(path, number).strip().startswith(f"{name} = ")
-        assert Path(path).name == f"{file}.py"
-        assert is_alias or first <= number < first + len(lines), f"{name} is not in line {number} of {path}"
-
-
-def test_each_line_of_dask_in_a_comment_has_the_name_of_its_function():
-    for text in sources():
-        assert len(MENTION.findall(text)) == len(re.findall(r"\b(?:spec|cluster)\.py:[0-9]", text))

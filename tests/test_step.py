@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
-import dask
 import pytest
 from clusters import (
     arrived,
-    create_elsewhere,
     log_of,
     make,
-    manages,
-    rebuild,
     simulate,
     target,
 )
 from distributed import Client, Worker
 from simulated import running
-from simulated.faults import HTTPError, Mishap
+from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
 from dask_cml.records import store
-from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.process import CMLWorker
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -106,24 +99,6 @@ async def test_a_worker_that_nobody_wants_when_its_launch_is_answered_is_stopped
             await eventually(lambda: has(cluster, 0) and len(it.platform.live) == 1)
 
 
-class SlowWorker(CMLWorker):
-    """Needs some time after its launch."""
-
-    async def start(self):
-        await super().start()
-        await asyncio.sleep(10.0)
-
-
-@simulated
-async def test_a_session_that_was_launched_and_has_no_worker_yet_is_not_stopped(it):
-    async with simulate() as cluster:
-        cluster.new_spec["cls"] = SlowWorker
-        cluster.scale(1)
-        await eventually(lambda: has(cluster, 1))
-        assert len(it.platform.all) == 2
-        assert it.platform.count("stop_workers") == 0
-
-
 @simulated
 async def test_a_stop_that_hangs_or_is_refused_delays_no_launch(it):
     async with simulate(n_workers=2) as cluster:
@@ -158,20 +133,6 @@ async def test_a_cluster_that_ends_while_it_is_entered_says_so(it):
 
 
 @simulated
-async def test_a_cancelled_caller_does_not_cancel_the_step_for_other_callers(it):
-    async with simulate(name="mine") as cluster:
-        with it.platform.held("launch_workers"):
-            cluster.worker_spec.update(cluster.new_worker_spec())
-            cancelled = asyncio.ensure_future(cluster._correct_state())
-            await asyncio.sleep(0)  # callers of the same moment share SpecCluster's task
-            waiting = asyncio.ensure_future(cluster._correct_state())
-            await eventually(lambda: it.platform.under_way)
-            cancelled.cancel()
-        await waiting
-        assert len(cluster.workers) == 1
-
-
-@simulated
 async def test_no_step_outlasts_the_cluster_and_no_request_is_taken_after_its_end(it):
     cluster = await simulate(name="mine")
     with it.platform.held("launch_workers"):
@@ -190,21 +151,6 @@ async def test_no_step_outlasts_the_cluster_and_no_request_is_taken_after_its_en
         with pytest.raises(CMLError, match="cluster mine is closed"):
             await request()
     assert it.platform.live == []
-
-
-@simulated
-async def test_a_slow_stop_is_requested_once_and_noticed_at_once(it):
-    async with simulate(n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        with it.platform.held("stop_workers"):
-            cluster.scale(0)
-            await eventually(lambda: it.platform.under_way)
-            await asyncio.sleep(20.0)  # several looks
-            assert cluster.workers
-        began = time.monotonic()
-        await eventually(lambda: not cluster.workers)
-        assert time.monotonic() - began < 1.0
-        assert it.platform.count("stop_workers") == 1
 
 
 @pytest.mark.slow
@@ -274,46 +220,3 @@ async def test_a_session_that_took_a_workers_name_is_waited_for_though_its_launc
         assert it.platform.running["mine-0"] == first
         assert it.platform.count("launch_workers") == 3
         assert is_well(cluster)
-
-
-@simulated
-async def test_a_session_is_used_though_all_launches_of_its_worker_were_not_answered(it):
-    with dask.config.set({"cml.api.retries": 1}):
-        cluster = await simulate(name="mine")
-    async with cluster:
-        it.platform.configure({"sessions": 2}, waits_for_room=True)
-        it.platform.lose("launch_workers", *[ConnectionError("lost")] * 2)
-        cluster.scale(1)
-        await eventually(lambda: has(cluster, 1))
-        it.platform.configure()
-        await asyncio.sleep(60.0)
-        assert has(cluster, 1)
-        assert "lost" not in log_of(cluster)
-        assert names_of_live(it) == ["mine-0", "scheduler"]
-
-
-@simulated
-async def test_the_next_keeper_uses_the_session_that_runs_a_worker_of_two_in_the_record(it):
-    creator = await create_elsewhere(it, name="mine", n_workers=1)
-    first = it.platform.running["mine-0"]
-    unknown = Launch("stub999999999999", "mine-0", None, int(time.time()) + 60)
-    store.write_sessions(store.read("mine"), [unknown], [])
-    async with rebuild("mine") as cluster:
-        creator.kill()
-        await eventually(lambda: manages(cluster))
-        await eventually(lambda: sorted(store.read("mine").sessions.values()) == ["mine-0", "scheduler"])
-        await asyncio.sleep(60.0)
-        assert it.platform.running["mine-0"] == first
-        assert has(cluster, 1)
-        await cluster.shutdown()
-
-
-@simulated
-async def test_a_launch_is_tried_again_although_the_platform_lists_no_sessions(it):
-    async with simulate(name="lab", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-        it.platform.fail("list_workers", *[HTTPError(503)] * 10_000)
-        it.platform.fail("launch_workers", *[HTTPError(503)] * 20)
-        cluster.scale(2)
-        await eventually(lambda: arrived(cluster) == 2, 1800)
-        it.platform.heal()

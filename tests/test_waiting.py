@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import re
-import sys
 
 import clusters
 import dask
 import pytest
 from clusters import arrived, log_of, simulate, waits
-from distributed import Client
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
 
@@ -65,31 +62,6 @@ async def test_a_scheduler_that_waits_for_room_is_shown_so_and_workers_that_are_
         assert len(it.platform.all) == 2
 
 
-@pytest.mark.slow
-@simulated
-async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_runs(it):
-    it.platform.configure(quota={"sessions": 2}, waits_for_room=True)
-    async with (
-        clusters.simulate(name="lab", n_workers=2) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        await eventually(lambda: arrived(cluster) == 1 and waits(cluster))
-        it.platform.configure()
-        cluster.scale(3)
-
-        async def logged(state):
-            events = await client.get_events("cml")
-            return sorted(event["session"] for _, event in events if event["action"] == state)
-
-        while len(await logged("running")) < 3:
-            await asyncio.sleep(1.0)
-        await asyncio.sleep(30.0)
-        assert await logged("running") == ["lab-0", "lab-1", "lab-2"]
-        waited = await logged("waiting")
-        assert waited
-        assert len({*waited}) == len(waited)
-
-
 @simulated
 async def test_the_reason_of_a_wait_is_reported_once_with_what_helps(it):
     it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
@@ -117,17 +89,3 @@ async def test_unknown_and_stopping_sessions_have_not_ended(it):
             assert [*it.platform.running] == ["lab-scheduler", "lab-0"][: 2 if status == "running" else 1]
             assert arrived(cluster) == 1
             assert not clusters.lines_of(cluster)
-
-
-@simulated
-async def test_a_program_without_a_terminal_says_once_that_its_scheduler_is_queued(it, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    it.platform.configure(quota={"sessions": 0}, waits_for_room=True)
-    cluster = simulate(name="night", quiet=False)
-    start = asyncio.ensure_future(cluster)
-    await eventually(lambda: "scheduler queued for " in sys.stderr.getvalue())
-    await asyncio.sleep(15)
-    it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
-    await start
-    await cluster.close()
-    assert sys.stderr.getvalue().count("scheduler queued for ") == 1

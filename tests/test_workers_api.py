@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -132,22 +131,6 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
         api.check_options(options)
     api.check_options(["kernel"])
     assert stub.calls == []
-
-
-async def test_parameters_of_any_release_are_passed_by_their_names(stub, api, monkeypatch):
-    """Their order differs from one release to another, and not all have a name."""
-    sent = {}
-
-    def launch_workers(rdma_network_selections=None, *, env, code, memory, cpu, n, nvidia_gpu=0):
-        sent.update(locals())
-        return [{"id": "stub000000000000"}]
-
-    monkeypatch.setattr(stub, "launch_workers", launch_workers)
-    networks = [{"network_label_id": 10, "quantity": 2}]
-    await api.launch(plan("mine", launch_options={"rdma_network_selections": networks}))
-    assert sent["rdma_network_selections"] == networks
-    assert (sent["n"], sent["cpu"], sent["memory"], sent["code"]) == (1, 1.5, 2, "pass")
-    api.forget("stub000000000000")
 
 
 async def test_a_refused_launch_shows_the_reason_and_stops_the_half_created_session(stub, api, left):
@@ -291,20 +274,6 @@ async def test_temporary_errors_are_retried_until_the_time_limit(stub, api, func
         assert stub.count(function) - before == 1 + dask.config.get("cml.api.retries")
 
 
-async def test_the_pauses_grow(stub, make, monkeypatch):
-    monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.08)
-    api = make(retries=4)
-    stub.fail("list_workers", *[HTTPError(503)] * 4)
-    await api.sessions()
-    times = [call.at for call in stub.calls]
-    pauses = [later - earlier for earlier, later in pairwise(times)]
-    # A pause may be 20 % shorter than its step; how much longer a loaded machine makes it is not known.
-    for pause, step in zip(pauses, [0.02, 0.04, 0.08, 0.08], strict=True):
-        assert pause > 0.75 * step
-    await api.close()
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 async def test_permanent_errors_are_raised_at_once(stub, api, function):
     """Those of the program as they are."""
@@ -342,15 +311,6 @@ async def test_one_listing_serves_all_waiting_tasks_and_without_one_none_runs(st
     assert stub.count("list_workers") == 1
 
 
-async def test_listings_are_an_interval_apart(stub, make):
-    api = make(**{"poll-interval": "50ms"})
-    for _ in range(4):
-        await api.sessions()
-    times = [call.at for call in stub.calls]
-    assert len(times) == 4
-    assert all(later - earlier > 0.04 for earlier, later in pairwise(times))
-
-
 async def test_a_cancelled_task_neither_cancels_nor_repeats_a_listing(stub, api):
     with stub.held("list_workers"):
         first, second = (asyncio.create_task(api.sessions()) for _ in range(2))
@@ -365,26 +325,6 @@ async def test_a_cancelled_task_neither_cancels_nor_repeats_a_listing(stub, api)
     await eventually(lambda: not stub.under_way)
     await asyncio.sleep(0.1)
     assert stub.count("list_workers") == 2
-
-
-async def test_a_failed_listing_fails_for_all_and_the_next_is_tried_anew(stub, api):
-    stub.fail("list_workers", HTTPError(403))
-    errors = await asyncio.gather(*[api.sessions() for _ in range(3)], return_exceptions=True)
-    assert [type(error) for error in errors] == [CallFailed] * 3
-    assert await api.sessions()
-
-
-async def test_closing_raises_an_error_in_all_tasks_that_wait_for_a_listing(stub, api):
-    with stub.held("list_workers"):
-        waiting = [asyncio.create_task(api.sessions()) for _ in range(3)]
-        await eventually(lambda: stub.under_way)
-        waiting.append(asyncio.create_task(api.sessions()))
-        closing = asyncio.create_task(api.close())
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-    await closing
-    assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, *[CMLError] * 3]
 
 
 ENDED = ["succeeded", "failed", "stopped", "timedout", "skipped", "SKIPPED", "ENGINE_TIMEDOUT"]
@@ -528,21 +468,6 @@ async def test_close_waits_for_launches_under_way_also_after_a_failed_stop(stub,
     await asyncio.wait([launching])
 
 
-async def test_launches_that_wait_for_their_turn_at_the_end_are_not_done(stub, make, left):
-    api = make(threads=1)
-    await launch(api)
-    with stub.held("launch_workers"):
-        tasks = [asyncio.create_task(api.launch(plan("mine"))) for _ in range(5)]
-        await eventually(lambda: stub.under_way)
-        closing = asyncio.create_task(api.close())
-        await eventually(lambda: not left())
-    await closing
-    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert stub.count("launch_workers") == 2
-    assert [type(outcome) for outcome in outcomes[1:]] == [CMLError] * 4
-    assert not left()
-
-
 @pytest.mark.parametrize("how", ["answer", "error"])
 async def test_a_refused_key_is_named_and_the_end_does_not_try_for_long_what_has_failed_for_long(
     stub, api, left, how, monkeypatch
@@ -649,20 +574,6 @@ async def test_a_launch_that_is_answered_late_leaves_its_session_to_the_cluster(
     assert left() == {first, session["id"]}
     await api.close()
     assert not left()
-
-
-async def test_a_launch_that_hangs_beyond_the_end_stops_its_session(stub, make, left):
-    api = make(timeout="2s", threads=1)
-    with stub.hangs("launch_workers", after=True):
-        launching = asyncio.create_task(api.launch(plan("mine")))
-        await eventually(left)
-        [session_id] = left()
-        stub.set(session_id, listed=False)
-        await api.close()
-        assert left() == {session_id}
-    await eventually(lambda: not left())
-    with pytest.raises(CMLError):
-        await launching
 
 
 async def test_close_stops_all_sessions_but_those_whose_stop_hangs_and_names_these(stub, make, left):
@@ -782,17 +693,6 @@ async def test_no_call_runs_in_the_thread_of_the_event_loop(stub, api):
     threads = {call.thread for call in stub.calls}
     assert {call.function for call in stub.calls} == set(FUNCTIONS)
     assert threading.current_thread().name not in threads
-
-
-async def test_no_more_calls_are_under_way_than_threads_are_allowed(stub, make):
-    api = make(threads=3)
-    with stub.held("launch_workers"):
-        launching = asyncio.create_task(launch(api, 12))
-        await eventually(lambda: stub.under_way == 3)
-        await asyncio.sleep(0.05)
-    await launching
-    assert stub.most_at_once == 3
-    await api.close()
 
 
 # -- the platform

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -25,15 +24,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         runs_code = {"directory", "output_of"} & {*metafunc.fixturenames}
         stub = [] if PLATFORM == "cml" or runs_code else ["simulated"]
         metafunc.parametrize("workers_v1", [PLATFORM, *stub], indirect=True)
-
-
-def test_parameters_of_launch_workers_have_the_known_names_and_order(workers_v1):
-    known = ["n", "cpu", "memory", "nvidia_gpu", "kernel", "script", "code", "env"]
-    parameters = [*inspect.signature(workers_v1.launch_workers).parameters]
-    assert parameters[: len(known)] == known
-    newer = {"name", "accelerator_label_id", "resource_profile_id", "resource_group_id"}
-    newer.add("rdma_network_selections")
-    assert {*parameters[len(known) :]} <= newer or PLATFORM == "cml"
 
 
 def test_status_only_moves_forward_and_the_address_is_unknown_before_the_session_runs(launch, find):

@@ -44,19 +44,6 @@ def test_launch_workers_refuses_invalid_arguments(platform):
     assert platform.sessions() == []
 
 
-def test_quota_counts_live_sessions_of_all_launchers(platform, launch, reaches, monkeypatch):
-    platform.configure(quota={"sessions": 1, "nvidia_gpu": 1})
-    monkeypatch.setenv("CDSW_ENGINE_ID", "ofanothersession")
-    [other] = launch(code=FOREVER)
-    monkeypatch.delenv("CDSW_ENGINE_ID")
-    assert "id" not in launch(code=FOREVER)[0]
-    monkeypatch.setenv("CDSW_ENGINE_ID", "ofanothersession")
-    platform.stop_workers(other["id"])
-    reaches(other, "stopped")
-    assert "nvidia_gpu" in launch(code=FOREVER, nvidia_gpu=2)[0]["k8sMessage"]
-    assert "id" in launch(code=FOREVER, nvidia_gpu=1)[0]
-
-
 def test_over_quota_sessions_wait_their_turn_until_others_end_or_the_quota_grows(
     platform, launch, reaches, find
 ):
@@ -70,12 +57,6 @@ def test_over_quota_sessions_wait_their_turn_until_others_end_or_the_quota_grows
     assert find(fourth["id"])["status"] == "scheduling"
     platform.configure(quota={"sessions": 2})
     reaches(fourth, "running")
-
-
-def test_project_variables_are_in_every_session_and_env_overrides_them(platform, output_of):
-    platform.configure(variables={"A": "project", "B": "project"})
-    code = "import os; open('{output}', 'w').write(os.environ['A'] + os.environ['B'])"
-    assert output_of(code, env={"B": "given"}) == "projectgiven"
 
 
 def test_a_user_id_without_a_name_launches_sessions(platform, launch, reaches, monkeypatch, tmp_path):

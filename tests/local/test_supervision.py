@@ -66,26 +66,6 @@ def test_session_outlives_the_process_that_launched_it(platform, launch, reaches
     reaches(there, "stopped")
 
 
-def test_a_session_that_finds_that_its_supervisor_was_killed_ends(platform, launch, directory, until):
-    platform.configure(memory_limit=False)  # the supervisor would have to remove a cgroup
-    code = """
-import os, signal, time
-from dask_cml import local
-with open({path!r} + ".new", "w") as file:
-    file.write(str(os.getpid()))
-os.rename({path!r} + ".new", {path!r})
-os.kill(os.getppid(), signal.SIGKILL)
-while True:
-    local.list_workers()
-    time.sleep(0.05)
-"""
-    path = directory / "pid"
-    launch(code=code.format(path=str(path)))
-    until(path.exists)
-    pid = int(path.read_text())
-    until(lambda: not alive(pid))
-
-
 def test_stop_leaves_no_process(platform, launch, reaches, daemon):
     code, pid = daemon
     [session] = launch(code=f"{code}\n{FOREVER}")
@@ -144,21 +124,6 @@ def test_only_the_main_process_is_asked_to_end_and_all_are_killed_after_the_grac
     assert names(directory) == {"main ready", "child ready", "main"}
 
 
-def test_end_of_the_main_process_ends_the_grace(platform, asked, reaches):
-    platform.configure(stop_grace=600)
-    session = asked()
-    platform.stop_workers(session["id"])
-    reaches(session, "stopped")
-    assert processes.find(session["id"]) == set()
-
-
-def test_session_can_be_stopped_before_it_starts(platform, launch, reaches):
-    platform.configure(start_delay=600)
-    [session] = launch(code=FOREVER)
-    platform.stop_workers(session["id"])
-    assert reaches(session, "stopped")["running_at"] is None
-
-
 def test_a_session_without_its_supervisor_fails_and_leaves_no_process(platform, launch, reaches, daemon):
     platform.configure(memory_limit=False)
     code, pid = daemon
@@ -171,30 +136,6 @@ def test_a_session_without_its_supervisor_fails_and_leaves_no_process(platform, 
     assert processes.find(session["id"]) == set()
     assert not (state.folder_of(session["id"]) / "tmp").exists()
     assert not state.temporary_of(session["id"]).is_symlink()
-
-
-def test_evicted_session_fails_and_leaves_no_process(platform, launch, find, daemon):
-    code, pid = daemon
-    [session] = launch(code=f"{code}\n{FOREVER}")
-    daemon_pid = pid()
-    platform.evict(session["id"])
-    assert find(session["id"])["status"] == "failed"
-    assert find(session["id"])["finished_at"]
-    assert platform.sessions()[-1]["reason"] == "evicted"
-    assert not alive(daemon_pid)
-    platform.evict(session["id"])
-    with pytest.raises(LookupError):
-        platform.evict("0123456789abcdef")
-
-
-def test_a_log_contains_the_output_of_its_session(platform, launch, reaches):
-    [python] = launch(code="import sys; print('out'); print('err', file=sys.stderr); 1 / 0")
-    [command] = launch(code="!echo out; no-such-command")
-    reaches(python, "failed")
-    reaches(command, "succeeded")
-    assert platform.log(python["id"]).startswith("out\nerr\nTraceback")
-    assert "ZeroDivisionError" in platform.log(python["id"])
-    assert "no-such-command" in platform.log(command["id"])
 
 
 @pytest.mark.slow
@@ -214,9 +155,3 @@ def test_commands_without_ipython_show_how_to_install_it(platform, monkeypatch):
     with pytest.raises(ImportError, match=r"dask-cml\[local\]"):
         platform.launch_workers(1, 1, 1, code="!true")
     assert platform.sessions() == []
-
-
-def test_the_program_that_runs_each_session_imports_neither_dask_nor_psutil():
-    code = "import sys; from dask_cml.local import platform"
-    code += "; print(*{'IPython', 'distributed', 'dask', 'psutil'} & {*sys.modules})"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
