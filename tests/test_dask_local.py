@@ -21,8 +21,6 @@ from unittest import mock
 import pytest
 from clusters import LIGHT, arrived, make
 from distributed import Client
-from distributed.core import Status
-from distributed.deploy.spec import close_clusters
 
 from dask_cml import CMLCluster
 
@@ -63,18 +61,6 @@ def test_without_ipywidgets_it_is_shown_as_html(cluster, monkeypatch):
     assert options == {"raw": True}
     assert shown.keys() >= {"text/plain", "text/html"}
     monkeypatch.delattr(cluster, "_cached_widget")
-
-
-@pytest.mark.slow
-def test_dasks_own_exit_hook_closes_it(platform):
-    cluster = CMLCluster(n_workers=0, platform="local", **LIGHT)
-    loop = cluster.loop.asyncio_loop
-    close_clusters()
-    assert cluster.status == Status.closed
-    assert not loop.is_running()
-    cluster.close()
-    with pytest.raises(RuntimeError, match="already closed or closing Cluster"):
-        Client(cluster)
 
 
 # -- a cluster in an event loop

@@ -53,24 +53,6 @@ print("ready", flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_worker_processes")
-def test_a_program_that_exits_on_sigterm_leaves_no_session_of_a_thread(platform, all_stopped):
-    code = """
-    def view():
-        global cluster
-        cluster = CMLCluster(n_workers=1, quiet=True)
-        print("ready", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    threading.Thread(target=view, daemon=True).start()
-    while True: time.sleep(0.1)
-    """
-    program = Program(code).when_ready()
-    program.process.terminate()
-    assert program.ends() == (0, "", "")
-    all_stopped(2)
-
-
-@pytest.mark.slow
 def test_ctrl_c_in_the_constructor_counts_although_the_clean_up_fails(platform, all_stopped, until):
     platform.inject("stuck", times=3)
     code = """

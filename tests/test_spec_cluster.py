@@ -24,7 +24,6 @@ from pathlib import Path
 import pytest
 from clusters import (
     arrived,
-    limits,
     rebuild,
     scheduler_number,
     simulate,
@@ -81,20 +80,6 @@ async def test_the_spec_is_what_is_wanted_and_workers_are_its_instances(it):
         cluster.name = "label"
         assert cluster.name == cluster._cluster_info["name"] == "label"
         await eventually(lambda: names(cluster) == {*cluster.worker_spec})
-
-
-@simulated
-async def test_what_exists_follows_a_changed_spec(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        cluster.worker_spec.update(cluster.new_worker_spec())
-        await cluster
-        assert {*cluster.workers} == {"mine-0", "mine-1"}
-        await eventually(lambda: arrived(cluster) == 2)
-        del cluster.worker_spec["mine-0"]
-        await cluster._correct_state()
-        await eventually(lambda: {*cluster.workers} == {"mine-1"} == names(cluster))
-        assert len(it.platform.live) == 2
-        assert target(cluster) == 1
 
 
 def sizes(cluster):
@@ -261,23 +246,6 @@ async def test_nothing_is_launched_for_an_invalid_spec(it):
 
 
 # -- attributes
-
-
-@simulated
-async def test_scale_and_scale_down_as_dask_calls_them(it):
-    async with simulate(name="mine") as cluster:
-        await cluster.scale_up(3)
-        await cluster
-        assert {*cluster.workers} == {"mine-0", "mine-1", "mine-2"}
-        await cluster.scale_down(["mine-0", "mine-2", "unknown"])
-        assert {*cluster.worker_spec} == {"mine-1"}
-        await eventually(lambda: {*cluster.workers} == {"mine-1"} == names(cluster))
-        assert target(cluster) == 1
-        await cluster.add_worker_group("gpu", n_workers=1)
-        cluster.adapt(0, 4)
-        await cluster.scale_up(memory="4 GiB")
-        assert {*cluster.worker_spec} == {"mine-1", "mine-3", "mine-gpu-0"}
-        assert limits(cluster) is None
 
 
 @simulated

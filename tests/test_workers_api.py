@@ -669,16 +669,6 @@ asyncio.run(main())
 # -- sessions that were launched elsewhere, and what each is
 
 
-async def test_an_adopted_session_is_stopped_at_the_end_like_those_launched_here(stub, api, left):
-    [elsewhere] = stub.launch_workers(1, 1, 1)
-    first, second = await launch(api, 2)
-    api.adopt(elsewhere["id"], "theirs")
-    assert api.live == {first: "s0", second: "s1", elsewhere["id"]: "theirs"}
-    api.forget(second)
-    await api.close()
-    assert left() == {second}
-
-
 # -- threads
 
 
