@@ -17,24 +17,35 @@ On purpose, these differ from SpecCluster:
 from __future__ import annotations
 
 import asyncio
+import inspect
+import linecache
 import re
 import warnings
 from pathlib import Path
 
+import distributed
 import pytest
 from clusters import (
     arrived,
+    limits,
     rebuild,
     scheduler_number,
+    scheduler_of,
     simulate,
     target,
 )
 from distributed import Client, SpecCluster
 from distributed.core import Status
+from distributed.deploy.cluster import Cluster
 from simulated.testing import eventually, simulated
 
+import dask_cml
 from dask_cml import CMLCluster
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
+
+#: The release of distributed whose lines the comments name, and how they do.
+RELEASE = "2026.8.0"
+MENTION = re.compile(r"\b(SpecCluster|Cluster)\.(\w+) \((spec|cluster)\.py:([0-9]+)\)")
 
 
 def names(cluster):
@@ -309,3 +320,120 @@ def test_what_a_cluster_has_beside_dasks_members_is_documented():
     documented = re.search(r"autoclass:: CMLCluster\n +:members: (.*)", api.read_text())[1].split(", ")
     own = {name for name in dir(CMLCluster) if not name.startswith("_")} - {*dir(SpecCluster)}
     assert own <= {*documented}
+
+
+@simulated
+async def test_what_exists_follows_a_changed_spec(it):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        cluster.worker_spec.update(cluster.new_worker_spec())
+        await cluster
+        assert {*cluster.workers} == {"mine-0", "mine-1"}
+        await eventually(lambda: arrived(cluster) == 2)
+        del cluster.worker_spec["mine-0"]
+        await cluster._correct_state()
+        await eventually(lambda: {*cluster.workers} == {"mine-1"} == names(cluster))
+        assert len(it.platform.live) == 2
+        assert target(cluster) == 1
+
+
+@simulated
+async def test_an_entry_of_several_dask_workers_has_the_suffixes_of_their_names(it):
+    async with simulate(name="mine", n_workers=2, cpu=3, processes=3, worker_args=[]) as cluster:
+        assert [spec["group"] for spec in cluster.worker_spec.values()] == [["-0", "-1", "-2"]] * 2
+        of_all = {f"mine-{i}-{j}" for i in range(2) for j in range(3)}
+        await eventually(lambda: names(cluster) == of_all)
+        assert cluster.plan == cluster.requested == cluster.observed == of_all
+        assert {worker.name for worker in scheduler_of(it, cluster).workers.values()} == of_all
+        cluster.scale(3)
+        assert cluster.plan - cluster.requested == {"mine-2-0", "mine-2-1", "mine-2-2"}
+        assert "6 / 9" in cluster._scaling_status()
+        await cluster
+        assert cluster.plan == cluster.requested != cluster.observed
+
+
+class Numbered(CMLCluster):
+    def _new_worker_name(self, worker_number):
+        return worker_number
+
+
+@simulated
+async def test_names_may_be_numbers_as_in_the_examples_of_speccluster(it):
+    async with simulate(Numbered, name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
+        cluster.worker_spec[7] = cluster.new_spec
+        await cluster
+        await eventually(lambda: names(cluster) == names(remote) == {"0", "7"})
+        await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
+        assert remote.problem is cluster.problem is None
+        it.platform.evict(cluster.workers["0"].session_id)
+        await eventually(lambda: names(cluster) == {"1", "7"})
+        assert 7 in cluster.worker_spec
+        # A thread that shows the cluster copies this view in one step, whatever the event loop changes.
+        assert isinstance(cluster.worker_spec.items(), type({}.items()))
+        del cluster.worker_spec[7]
+        await eventually(lambda: arrived(cluster) == arrived(remote) == 1)
+        cluster.scale(0)
+        await eventually(lambda: not cluster.workers)
+
+
+@simulated
+async def test_scale_and_scale_down_as_dask_calls_them(it):
+    async with simulate(name="mine") as cluster:
+        await cluster.scale_up(3)
+        await cluster
+        assert {*cluster.workers} == {"mine-0", "mine-1", "mine-2"}
+        await cluster.scale_down(["mine-0", "mine-2", "unknown"])
+        assert {*cluster.worker_spec} == {"mine-1"}
+        await eventually(lambda: {*cluster.workers} == {"mine-1"} == names(cluster))
+        assert target(cluster) == 1
+        await cluster.add_worker_group("gpu", n_workers=1)
+        cluster.adapt(0, 4)
+        await cluster.scale_up(memory="4 GiB")
+        assert {*cluster.worker_spec} == {"mine-1", "mine-3", "mine-gpu-0"}
+        assert limits(cluster) is None
+
+
+def overridden():
+    """Return what CMLCluster does otherwise than SpecCluster and Cluster, by the names of the members."""
+    own = vars(CMLCluster)
+    not_compared = vars(object).keys() - {"__repr__"} | {"__module__", "__annotations__", "__dict__"}
+    of_dask = (vars(SpecCluster).keys() | vars(Cluster).keys()) - not_compared
+    return {name: own[name] for name in sorted(of_dask & own.keys()) if not name.startswith("__static")}
+
+
+def sources():
+    return [path.read_text() for path in Path(dask_cml.__file__).parent.rglob("*.py")]
+
+
+def test_few_members_of_speccluster_and_cluster_are_overridden():
+    # SpecCluster leaves `from_name` and `_new_worker_name` to its subclasses, and `scale_up` is `scale`.
+    assert len(overridden().keys() - {"from_name", "_new_worker_name", "scale_up"}) <= 16
+
+
+@pytest.mark.parametrize("name", overridden())
+def test_what_is_overridden_has_a_reason(name):
+    member = overridden()[name]
+    member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    source = inspect.getsource(inspect.unwrap(member))
+    where = r"SpecCluster\.{name} \(spec" if name in vars(SpecCluster) else r"Cluster\.{name} \(cluster"
+    assert re.search(where.format(name=name) + r"\.py:[0-9]+\)", source)
+
+
+def test_the_lines_of_dask_in_comments_are_those_of_the_functions():
+    mentions = {mention for text in sources() for mention in MENTION.findall(text)}
+    assert {name for _, name, _, _ in mentions} >= {*overridden()}
+    for cls, name, file, number in mentions:
+        member = vars({"SpecCluster": SpecCluster, "Cluster": Cluster}[cls])[name]
+        member = member.fget if isinstance(member, property) else member
+        if distributed.__version__ != RELEASE:
+            continue
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        path, number = inspect.getsourcefile(function), int(number)
+        lines, first = inspect.getsourcelines(function)
+        is_alias = linecache.getline(path, number).strip().startswith(f"{name} = ")
+        assert Path(path).name == f"{file}.py"
+        assert is_alias or first <= number < first + len(lines), f"{name} is not in line {number} of {path}"
+
+
+def test_each_line_of_dask_in_a_comment_has_the_name_of_its_function():
+    for text in sources():
+        assert len(MENTION.findall(text)) == len(re.findall(r"\b(?:spec|cluster)\.py:[0-9]", text))

@@ -718,3 +718,55 @@ def test_cmls_module_is_used_and_the_local_platform_only_if_it_is_asked_for(inst
     with pytest.raises(NotOnCML, match=r'platform="local".*DASK_CML__PLATFORM=local'):
         load_platform("auto")
     assert load_platform("local") is local
+
+
+async def test_closing_raises_an_error_in_all_tasks_that_wait_for_a_listing(stub, api):
+    with stub.held("list_workers"):
+        waiting = [asyncio.create_task(api.sessions()) for _ in range(3)]
+        await eventually(lambda: stub.under_way)
+        waiting.append(asyncio.create_task(api.sessions()))
+        closing = asyncio.create_task(api.close())
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    await closing
+    assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, *[CMLError] * 3]
+
+
+async def test_launches_that_wait_for_their_turn_at_the_end_are_not_done(stub, make, left):
+    api = make(threads=1)
+    await launch(api)
+    with stub.held("launch_workers"):
+        tasks = [asyncio.create_task(api.launch(plan("mine"))) for _ in range(5)]
+        await eventually(lambda: stub.under_way)
+        closing = asyncio.create_task(api.close())
+        await eventually(lambda: not left())
+    await closing
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert stub.count("launch_workers") == 2
+    assert [type(outcome) for outcome in outcomes[1:]] == [CMLError] * 4
+    assert not left()
+
+
+async def test_a_launch_that_hangs_beyond_the_end_stops_its_session(stub, make, left):
+    api = make(timeout="2s", threads=1)
+    with stub.hangs("launch_workers", after=True):
+        launching = asyncio.create_task(api.launch(plan("mine")))
+        await eventually(left)
+        [session_id] = left()
+        stub.set(session_id, listed=False)
+        await api.close()
+        assert left() == {session_id}
+    await eventually(lambda: not left())
+    with pytest.raises(CMLError):
+        await launching
+
+
+async def test_an_adopted_session_is_stopped_at_the_end_like_those_launched_here(stub, api, left):
+    [elsewhere] = stub.launch_workers(1, 1, 1)
+    first, second = await launch(api, 2)
+    api.adopt(elsewhere["id"], "theirs")
+    assert api.live == {first: "s0", second: "s1", elsewhere["id"]: "theirs"}
+    api.forget(second)
+    await api.close()
+    assert left() == {second}
