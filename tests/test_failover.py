@@ -417,6 +417,9 @@ async def test_a_refused_scheduler_does_not_count_as_lost(it):
             it.platform.refuse(times=6, half_made=False)
             await lose_scheduler(it.platform, eventually)
             await eventually(lambda: stands(it, cluster, 1))
+            _, *again = [line for line in log_of(cluster).splitlines() if "lost, with tasks" in line]
+            assert again
+            assert all("CML refused to launch lab-scheduler" in line for line in again)
 
 
 @pytest.mark.slow

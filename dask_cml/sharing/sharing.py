@@ -536,8 +536,9 @@ class Sharing:
             keeper = Keeper(cluster, self.link, record, last.term, report.taken)
             keeper.restore(report, report.wanted)
             # What this process has carried out in a term that is over, and nobody has heard of.
-            last_number = mail[-1].number if mail else report.taken
-            mail += map(Letter, count(last_number + 1), self.link.unreported.values())
+            last_number, posted = mail[-1].number if mail else report.taken, last.posted.get(self.link.id, 0)
+            unheard = [request for asked, request in self.link.unreported.items() if asked > posted]
+            mail += map(Letter, count(last_number + 1), unheard)
         keeper.term = max(keeper.term, last.term) + 1
         keeper.carry_out(mail)
         board = keeper.first_board(
@@ -556,7 +557,7 @@ class Sharing:
             log = await lost.last_lines()
             loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=lost.reported)
             await lost.note_loss(loss)
-            if lost.session_id == last.session:
+            if lost.session_id is not None and lost.session_id == last.session:
                 why = loss.words
         cluster._tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
         cluster._tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
