@@ -768,7 +768,9 @@ class CMLCluster(SpecCluster):
     async def _delete_group(self, name: str) -> None:
         self._check_running(f"worker group {name!r} not deleted")
         if name == DEFAULT_GROUP or name not in self.groups:
-            raise ValueError(message("name", name, f"one of {self.groups.names[1:]}"))
+            others = self.groups.names[1:]
+            expected = f"one of {others}" if others else "the name of a group that was added; there is none"
+            raise ValueError(message("name", name, expected))
         workers = {*workers_of(self, name)}
         await self._ask("delete group", group=name)
         await self._correct_state_internal()
