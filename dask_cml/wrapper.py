@@ -248,7 +248,8 @@ def run(
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
     if gives_signs:
         _enter_end(cluster)
-    if process.returncode:
+    # It has no handler for the notice of its session's end before it has started, and after it has closed.
+    if process.returncode not in (0, -signal.SIGUSR1):
         found = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
         lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
         print(*map(found["printable"], lines), sep="\n", flush=True)
