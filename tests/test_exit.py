@@ -102,7 +102,7 @@ def test_a_signal_ends_a_program_whose_output_nobody_reads():
     threading.Thread(target=print, args=("ready\\n" + "x" * 10**6,), daemon=True).start()
     while True: time.sleep(0.1)
     """
-    program = Program(code).when_ready()
+    program = Program(code, PYTHONUNBUFFERED="").when_ready()
     program.process.terminate()
     try:
         assert program.process.wait(30) == 128 + signal.SIGTERM
