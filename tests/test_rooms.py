@@ -28,10 +28,10 @@ ORDER = ["core", *reversed(ROOMS)]
 #: The one import that points up: ``CMLCluster._share`` attaches sharing to a cluster.
 ATTACHES = ("dask_cml.cluster", "dask_cml.sharing.sharing")
 #: The most methods of a class. This number may only become smaller.
-MOST_METHODS = 63
+MOST_METHODS = 62
 #: The most modules and lines of code that ``import dask_cml.cluster`` loads, without comments and docstrings.
 #: They may only become smaller, but for mended faults and checks that must run before anything is launched.
-MOST_MODULES, MOST_LINES = 47, 5941
+MOST_MODULES, MOST_LINES = 47, 5932
 
 TESTS = Path(__file__).parent
 #: Members of a cluster that other code may replace at any time. Tests see them by functions of clusters.py.
