@@ -234,7 +234,7 @@ async def test_a_client_that_waits_in_scatter_counts_as_a_task(scheduler, comm):
         async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False):
             assert await client.gather(await scattering) == [1, 2, 3]
             assert await waits() == []
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):  # is not Python's before 3.11
             await client.scatter([4], timeout=0.2)
         assert await waits() == []
 

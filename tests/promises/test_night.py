@@ -218,13 +218,18 @@ import time
 from dask_cml import CMLCluster
 from distributed import Client, fire_and_forget
 
+def n_kept(dask_scheduler):
+    return len(dask_scheduler.clients["fire-and-forget"].wants_what)
+
 options = {"shutdown_on_close": False, "idle_timeout": "20s", "platform": "local"}
 cluster = CMLCluster(name="night", n_workers=1, quiet=True, **options)
 client = Client(cluster)
 client.wait_for_workers(1)
 tasks = client.map(time.sleep, [15] * 4, pure=False)
-fire_and_forget(tasks)
 while not client.processing() or not any(client.processing().values()):
+    time.sleep(0.1)
+fire_and_forget(tasks)  # a scheduler ignores that of tasks which it does not know yet
+while client.run_on_scheduler(n_kept) < 4:
     time.sleep(0.1)
 print("made", flush=True)
 time.sleep(3600)
