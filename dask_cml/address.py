@@ -171,7 +171,8 @@ def _prepare_clients(
 
     Dask registers a client after its first connection. So search for it repeatedly for some seconds.
     """
-    _records[address], prepared = record, set[str]()
+    _records[address] = record
+    prepared: set[str] = set()
 
     def search(pause: float) -> None:
         if _records[address] is not record:  # a later connection has its own search

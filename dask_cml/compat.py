@@ -69,6 +69,7 @@ class LimitedConnector(Connector):
         return comm
 
 
+@functools.cache  # several Dask workers share a process
 def limit_handshakes() -> None:
     """Limit the time of Dask's handshake on each new connection of this process.
 

@@ -37,7 +37,7 @@ def test_processes_share_one_session(platform, until):
 
 @pytest.mark.slow
 def test_logs_are_read_by_names_and_addresses_of_workers(platform, until):
-    """Which logs there are is told by a promise."""
+    """A promise says which logs there are."""
     with CMLCluster(n_workers=2, platform="local", quiet=True) as cluster, Client(cluster) as client:
         client.wait_for_workers(2, timeout=120)
         first, second = (f"{cluster.name}-{i}" for i in range(2))

@@ -604,7 +604,7 @@ async def test_a_program_sends_the_token_beside_an_api_key_of_cml_unless_cml_nam
     for headers in key, {"Dask-CML-Token": "x"}:
         answer = await server.request("GET", "/api/clusters", token=False, **headers)
         assert answer.status == 401
-        assert "in the header Dask-CML-Token, also beside an API key" in answer.json["error"]
+        assert "in the header Dask-CML-Token, also with an API key" in answer.json["error"]
         assert "0123.abcd" not in answer.text
 
 

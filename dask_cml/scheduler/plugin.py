@@ -86,9 +86,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._idle_since = time.monotonic()
         #: All that watchers know of the Dask workers.
         self._known: tuple[Any, ...] = (None, None, 0, False)
-        #: What is wrong with the Dask workers, whose session the platform is about to stop, and how many have
-        #: connected or left.
-        self.health, self.leaving, self.moves = Health(), list[str](), 0
+        #: What is wrong with the Dask workers.
+        self.health = Health()
+        #: The names of Dask workers whose session the platform is about to stop.
+        self.leaving: list[str] = []
+        #: Counts the Dask workers that have connected or left.
+        self.moves = 0
         #: The number of calls of `Client.scatter` under way, to any worker.
         self._scatters = 0
         self._states: dict[str, WorkerState] = {}

@@ -95,7 +95,7 @@ class Access:
         if self.behind_entry:
             return (
                 "CML has named no user: open the web UI by its link in CML. A program sends the token that "
-                f"{TOKEN_VARIABLE} sets in the header {_TOKEN_HEADER}, also beside an API key."
+                f"{TOKEN_VARIABLE} sets in the header {_TOKEN_HEADER}, also with an API key."
             )
         return "Open the link that `dask cml serve` printed, or send the token in it."
 
@@ -123,7 +123,7 @@ class Access:
 
 
 def sent_token(request: HTTPServerRequest) -> str:
-    """Return the token that a program has sent, or an empty text. An API key of CML may be beside it."""
+    """Return the token that a program has sent, or an empty text. An API key of CML may come with it."""
     header = request.headers.get("Authorization", "")
     bearer = header[len(_BEARER) :] if header.startswith(_BEARER) else ""
     return request.headers.get(_TOKEN_HEADER) or bearer

@@ -42,9 +42,9 @@ logger = get_logger(__name__)
 _SECOND = "CDSW_READONLY_PORT"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: The first release of Tornado without known security holes.
-_SAFE_TORNADO = (6, 5, 5)
+_SAFE_TORNADO = "6.5.5"
 #: In CML, another Tornado in the home folder may keep sessions from starting.
-_UNSAFE = "Tornado %s has security holes, which 6.5.5 does not have: in CML, choose a newer runtime"
+_UNSAFE = "Tornado %s has security holes, which %s does not have: in CML, choose a newer runtime"
 
 
 def listen_for_web_ui(port: int | None) -> socket.socket:
@@ -251,8 +251,8 @@ async def serve(
         clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    if tornado.version_info < _SAFE_TORNADO:
-        logger.warning(_UNSAFE, tornado.version)
+    if tornado.version_info < tuple(map(int, _SAFE_TORNADO.split("."))):
+        logger.warning(_UNSAFE, tornado.version, _SAFE_TORNADO)
     async with contextlib.AsyncExitStack() as ending:
         listener = ending.enter_context(listen_for_web_ui(port))
         access, clusters = Access(listener.getsockname()[1]), ProjectClusters()

@@ -81,8 +81,7 @@ def _get(url: str) -> Any:
     request = Request(url)
     # Another server, to which an answer may lead, must not get it.
     request.add_unredirected_header("Authorization", f"Bearer {os.environ['CDSW_APIV2_KEY'].strip()}")
-    context = ssl.create_default_context(
-        cafile=os.environ.get("REQUESTS_CA_BUNDLE")
-    )  # as the Workers API does
+    authorities = os.environ.get("REQUESTS_CA_BUNDLE")  # as the Workers API does
+    context = ssl.create_default_context(cafile=authorities)
     with urlopen(request, timeout=PATIENCE, context=context) as answer:
         return json.load(answer)

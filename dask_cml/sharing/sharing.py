@@ -390,8 +390,10 @@ class Sharing:
         except SchedulerLost:
             raise
         except (*NO_ANSWER, CMLError, ValueError) as error:
-            says = isinstance(error, (CMLError, ValueError))
-            words = str(error) if says else f"its scheduler does not answer: {error!r}"
+            if isinstance(error, (CMLError, ValueError)):
+                words = str(error)
+            else:
+                words = f"its scheduler does not answer: {error!r}"
             if words != self.failover.problem:
                 logger.info("Scheduler of cluster %s not %s: %r", name, what, error)
             self.failover.note(words)
