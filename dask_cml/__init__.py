@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from dask_cml.private_files import NotPrivate as NotPrivate
     from dask_cml.records.usage import SessionHours as SessionHours
     from dask_cml.records.usage import Usage as Usage
-    from dask_cml.sessions.answers import CallFailed as CallFailed
+    from dask_cml.sessions.calls import CallFailed as CallFailed
     from dask_cml.sessions.process import CMLScheduler as CMLScheduler
     from dask_cml.sessions.process import CMLWorker as CMLWorker
-    from dask_cml.sessions.session import Session as Session
+    from dask_cml.sessions.process import Session as Session
 
 #: What the package offers, by the modules.
 _OFFERED = {
@@ -32,9 +32,8 @@ _OFFERED = {
     "core.adaptive": "CMLAdaptive",
     "private_files": "NotPrivate",
     "records.usage": "SessionHours Usage",
-    "sessions.answers": "CallFailed",
-    "sessions.process": "CMLScheduler CMLWorker",
-    "sessions.session": "Session",
+    "sessions.calls": "CallFailed",
+    "sessions.process": "CMLScheduler CMLWorker Session",
 }
 _HOMES = {name: module for module, names in _OFFERED.items() for name in names.split()}
 __all__ = [*_HOMES]

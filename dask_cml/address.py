@@ -21,7 +21,7 @@ from distributed.comm.registry import Backend, get_backend
 from distributed.security import Security
 
 from dask_cml import compat, errors, output
-from dask_cml.core.at_exit import unclosed
+from dask_cml.core.ending import unclosed
 from dask_cml.options import state_directory
 from dask_cml.output import get_logger
 from dask_cml.protocol import END, LINES
@@ -135,9 +135,9 @@ async def _warn_of_end(record: Record) -> None:
 
     A notebook may still replace the scheduler, so Dask tries again.
     """
-    ended = await _in_thread(liveness.judge_end, record, {})
-    if ended is not None and ended.state is liveness.State.DEAD:
-        text = f"Cluster {record.name} not connected: {ended.why}; run {command('delete', record.name)}"
+    finding = await _in_thread(liveness.seen, record, await liveness.listed([record]))
+    if finding.state is liveness.State.DEAD:
+        text = f"Cluster {record.name} not connected: {finding.why}; run {command('delete', record.name)}"
         _warn_once(f"{record.id} {record.scheduler.address}", text)
 
 
@@ -215,7 +215,8 @@ def _log_lines(client: Client, record: Record) -> None:
         _last_lines[scheduler] = logged_at
         objects = [cluster for cluster in unclosed() if cluster.options.name == record.name]
         # An object of the cluster says it itself, or is to be quiet. In a session of the cluster is no user.
-        if not (here.is_inside(record.id) or any(cluster._is_keeper or cluster.quiet for cluster in objects)):
+        is_told = any(cluster.sharing.is_keeper or cluster.quiet for cluster in objects)
+        if not (is_told or here.is_inside(record.id)):
             logger.warning("%s", message.get("text"))
 
     client.subscribe_topic(LINES, log)

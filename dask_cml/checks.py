@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -30,20 +31,25 @@ Refused = Mapping[str, Sequence[str]]
 NEVER = "never"
 #: More GiB than any cluster has: a larger number must be meant in bytes.
 _MOST_GIB = 100_000
+#: More than any amount or time. Records refuse what is far larger.
+_MOST = 10**9
+#: The GiB that a Dask worker takes without a task. With less, its nanny would restart it again and again.
+_LEAST_OF_A_WORKER = 0.125
 _CLUSTER_NAME = re.compile(r"[^./-][^/]{0,99}")
 #: A file name has 255 bytes at most, and the name of a session's log begins with the cluster's name.
 _NAME_BYTES = 200
 _GROUP_LENGTH = 40
 #: The options of Dask's programs after which other words may follow.
 _PRELOADS = ("--preload", "--preload-nanny")
-_SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
+_NAMES = 'a list of names, such as ["a", "b"]'
+SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
 #: Without quotes and brackets of HTML, because Dask's templates do not escape links, and not too long.
 WEB_LINK = re.compile(r"https?://[A-Za-z0-9._~:/?#@!$&()*+,;=%\[\]-]{1,1990}")
 
 
 def is_session_id(value: object) -> TypeGuard[str]:
     """Return whether a value can be a session id. CML's ids have 16 letters and digits."""
-    return isinstance(value, str) and _SESSION_ID.fullmatch(value) is not None
+    return isinstance(value, str) and SESSION_ID.fullmatch(value) is not None
 
 
 def web_link(url: object) -> str | None:
@@ -93,6 +99,8 @@ def _valid(argument: str, value: Any, valid: object, expected: str) -> Any:
 def _number(argument: str, value: Any, expected: str, read: Callable[[Any], Any]) -> float:
     """Read a number from a value."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return float(read(value))
     except (TypeError, AttributeError):
         raise TypeError(message(argument, value, expected)) from None
@@ -103,12 +111,13 @@ def _number(argument: str, value: Any, expected: str, read: Callable[[Any], Any]
 def _above_0(argument: str, value: Any, expected: str, read: Callable[[Any], Any]) -> float:
     """Read a number above 0 from a value."""
     number = _number(argument, value, expected, read)
-    _valid(argument, value, 0 < number < math.inf, expected)
+    _valid(argument, value, number > 0, expected)
+    _valid(argument, value, number <= _MOST, f"{expected}; at most {_MOST}")
     return number
 
 
 def _real(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not isinstance(value, Real):
         raise TypeError
     return float(value)
 
@@ -118,6 +127,7 @@ def integer(argument: str, value: Any, least: int, most: float = math.inf) -> in
     expected = f"a whole number {f'from {least} to {most}' if most < math.inf else f'of at least {least}'}"
     number = _number(argument, value, expected, _real)
     _valid(argument, value, number.is_integer() and least <= number <= most, expected)
+    _valid(argument, value, number <= _MOST, f"{expected}; at most {_MOST}")
     return int(number)
 
 
@@ -126,7 +136,7 @@ def positive(argument: str, value: Any) -> float:
     return _above_0(argument, value, "a number above 0", _real)
 
 
-def gibibytes(argument: str, value: Any, most: float = _MOST_GIB) -> float:
+def gibibytes(argument: str, value: Any, most: float = _MOST_GIB, least: float = 0.0) -> float:
     """Check an amount of memory or disk, and return it in GiB. A number above `most` needs a unit."""
     expected = 'GiB as a number above 0, or a string such as "16 GiB"'
     number = _above_0(argument, value, expected, _gib)
@@ -134,6 +144,7 @@ def gibibytes(argument: str, value: Any, most: float = _MOST_GIB) -> float:
         most = _MOST_GIB
     has_unit = str(value).rstrip()[-1].isalpha()
     _valid(argument, value, number <= most or has_unit, f"{expected}; above {most}, with a unit")
+    _valid(argument, value, number >= least, f"{expected}; at least {least:g} GiB")
     return number
 
 
@@ -151,13 +162,15 @@ def _gib(value: Any) -> float:
         return parse_bytes(value) / 2**30
 
 
-def memory_reserve(argument: str, value: Any, memory: float) -> float:
+def memory_reserve(argument: str, value: Any, memory: float, processes: int) -> float:
     """Check the memory that Dask workers leave to other processes, in GiB. Its default depends on it."""
-    if value is None:
-        # On the local platform, a session's kernel takes about 14 MB, and the workers' nanny about 65 MB.
-        return min(0.25 + 0.02 * memory, memory / 2)
-    reserve = 0.0 if value == 0 and not isinstance(value, bool) else gibibytes(argument, value)
-    return float(_valid(argument, reserve, reserve < memory, f"less than memory={memory:g} GiB"))
+    # On the local platform, a session's kernel takes about 14 MB, and the workers' nanny about 65 MB.
+    default = min(0.25 + 0.02 * memory, memory / 2)
+    reserve = default if value is None else gibibytes_or_none(argument, value)
+    n, most = int((memory - reserve) / _LEAST_OF_A_WORKER), memory - _LEAST_OF_A_WORKER
+    _valid(argument, reserve, n > 0, f"at most {most:g} GiB, with memory={memory:g} GiB")
+    _valid("processes", processes, processes <= n, f"at most {n}, with memory={memory:g} GiB")
+    return reserve
 
 
 def gibibytes_or_none(argument: str, value: Any, most: float = _MOST_GIB) -> float:
@@ -167,17 +180,18 @@ def gibibytes_or_none(argument: str, value: Any, most: float = _MOST_GIB) -> flo
     return gibibytes(argument, value, most)
 
 
-def seconds(argument: str, value: Any) -> float:
+def seconds(argument: str, value: Any, expected: str = 'or a string such as "90s"') -> float:
     """Check a duration, and return it in seconds."""
     from dask.utils import parse_timedelta
 
-    expected = 'seconds as a number above 0, or a string such as "90s"'
-    return _above_0(argument, value, expected, parse_timedelta)
+    return _above_0(argument, value, f"seconds as a number above 0, {expected}", parse_timedelta)
 
 
 def seconds_or_none(argument: str, value: Any) -> float | None:
     """Check a duration, or None, or its word."""
-    return None if value is None or value == NEVER else seconds(argument, value)
+    if value is None or value == NEVER:
+        return None
+    return seconds(argument, value, f'a string such as "90s", or "{NEVER}"')
 
 
 def threads(argument: str, value: Any, least: int, cpu: float, processes: int) -> int:
@@ -250,7 +264,8 @@ def folder(argument: str, value: Any) -> str:
 
 def choice(argument: str, value: Any, choices: Sequence[str]) -> str:
     """Check one of several strings."""
-    return _plain(_valid(argument, value, value in choices, f"one of {', '.join(map(repr, choices))}"))
+    expected = ", ".join(map(repr, choices)) or "those that exist; there are none"
+    return _plain(_valid(argument, value, value in choices, f"one of {expected}"))
 
 
 # -- booleans
@@ -268,14 +283,41 @@ def security(argument: str, value: Any) -> bool | Security:
     return _typed(argument, value, (bool, Security), "True, False or a distributed.Security")
 
 
+# -- arguments of Dask's clusters
+
+
+def dask_arguments(asynchronous: Any, loop: Any, silence_logs: Any, quiet: Any) -> None:
+    """Check the arguments of a cluster that are no options."""
+    from tornado.ioloop import IOLoop
+
+    boolean("asynchronous", asynchronous)
+    boolean("quiet", quiet)
+    _typed("loop", loop, (IOLoop, type(None)), "a tornado.ioloop.IOLoop or None")
+    level = getattr(logging, str(silence_logs).upper(), silence_logs)
+    _typed("silence_logs", level, (int, type(None)), 'a level of logging, such as "WARNING", or False')
+
+
+def subclass(argument: str, value: Any, base: type) -> None:
+    """Check a class."""
+    if not (isinstance(value, type) and issubclass(value, base)):
+        raise TypeError(message(argument, value, f"a subclass of {base.__module__}.{base.__name__}"))
+
+
 # -- lists
 
 
 def names(argument: str, value: Any) -> tuple[str, ...]:
     """Check a list of names."""
     if not _is_list(value) or not all(isinstance(name, str) and name for name in value):
-        raise TypeError(message(argument, value, 'a list of names, such as ["a", "b"]'))
+        raise TypeError(message(argument, value, _NAMES))
     return tuple(map(_plain, value))
+
+
+def several(argument: str, value: Any) -> list[str]:
+    """Check several names of workers, which Dask also gives as a set or as numbers."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(message(argument, value, _NAMES))
+    return [*map(str, value)]
 
 
 def sections(argument: str, value: Any) -> tuple[str, ...]:
@@ -424,7 +466,7 @@ def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
     _typed(argument, value, Mapping, 'a mapping of names to options, such as {"gpu": {"nvidia_gpu": 1}}')
     groups = {}
     for name, options in value.items():
-        group = group_name(argument, name)
+        group = group_name(f"name in {argument}", name)
         if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
             raise TypeError(of_type(f"{argument}[{name!r}]", options, "a mapping of options"))
         groups[group] = {option.replace("-", "_"): given for option, given in options.items()}

@@ -19,44 +19,45 @@ from datetime import datetime
 from types import ModuleType
 from typing import Any
 
-from dask.utils import parse_timedelta
 from distributed.core import Status
-from distributed.deploy.adaptive import Adaptive
+from distributed.deploy import adaptive as dask_adaptive
 from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
 from distributed.security import Security
-from distributed.utils import Log, Logs, NoOpAwaitable, in_async_call
+from distributed.utils import Log, Logs, in_async_call
 
-from dask_cml import output
-from dask_cml.cancellation import cancel, end_of, wait_until_set, within
-from dask_cml.checks import group_name, message
-from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive
-from dask_cml.core.at_exit import end_at_exit
+from dask_cml import checks, output
+from dask_cml.cancellation import cancel, end_of, gather_or_cancel, wait_until_set, within
+from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive, Demand
 from dask_cml.core.connection import Connection, with_numbers
-from dask_cml.core.ending import Ending, How
+from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import Groups
 from dask_cml.core.losses import Losses
-from dask_cml.core.messages import Messages, write_own_log
-from dask_cml.core.policy import Demand
-from dask_cml.core.retirement import Retirements, drop
+from dask_cml.core.messages import Messages, check_that_workers_may_come, write_own_log
+from dask_cml.core.retirement import Retirements
 from dask_cml.core.start import check_worker_class, scheduler_spec, start
-from dask_cml.core.view import check_that_workers_may_come, workers_of
-from dask_cml.core.workers import Workers, said_by
+from dask_cml.core.workers import Workers, said_by_workers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
-from dask_cml.options import Options, SessionSize, state_directory
-from dask_cml.options.arguments import arguments_of, refuse_unexpected, set_attribute
-from dask_cml.options.limits import adaptive_bounds, check_new, check_room
+from dask_cml.options import (
+    Options,
+    SessionSize,
+    adaptive_bounds,
+    arguments_of,
+    check_new,
+    check_room,
+    refuse_unexpected,
+    set_attribute,
+    state_directory,
+)
 from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import get_logger
-from dask_cml.protocol import Rank, Role
-from dask_cml.rpc import NO_ANSWER, ask
+from dask_cml.protocol import NO_ANSWER, Rank, Request, after
 from dask_cml.sessions import here, tls
-from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.calls import CallFailed
 from dask_cml.sessions.plan import Place, plan_worker
-from dask_cml.sessions.process import CMLScheduler, CMLWorker
-from dask_cml.sessions.session import Phase, Session
+from dask_cml.sessions.process import CMLScheduler, CMLWorker, Phase, Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line, printable, printable_lines
@@ -265,9 +266,10 @@ class CMLCluster(SpecCluster):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in ARGUMENTS}
         refuse_unexpected(CMLCluster.__init__, kwargs)
+        checks.dask_arguments(asynchronous, loop, silence_logs, quiet)
         if isinstance(n_workers, str) and not n_workers.isdecimal():
-            expected = f"a whole number; to name the cluster, pass name={n_workers!r}"
-            raise TypeError(message("n_workers", n_workers, expected))
+            expected = "a whole number; a cluster's name is its option `name`"
+            raise TypeError(checks.message("n_workers", n_workers, expected))
         options = Options.read(**given).inheriting()
         own = here.this_cluster()
         if own is not None and options.create_mode == "create" and given.get("create_mode") is None:
@@ -278,9 +280,10 @@ class CMLCluster(SpecCluster):
             )
         if options.create_mode == "create":
             check_new(options)
-        dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
         try:
-            self._set_up(options, given, quiet, dask_arguments)
+            self._set_up(
+                options, given, quiet, asynchronous=asynchronous, loop=loop, silence_logs=silence_logs
+            )
         except BaseException as error:  # also Ctrl-C must leave no session behind
             if hasattr(self, "ending"):
                 self.ending.end_failed_constructor(error)
@@ -288,13 +291,10 @@ class CMLCluster(SpecCluster):
                 raise without_frames(error) from None
             raise
 
-    def _set_up(
-        self, options: Options, given: Mapping[str, Any], quiet: bool, dask_arguments: Mapping[str, Any]
-    ) -> None:
+    def _set_up(self, options: Options, given: Mapping[str, Any], quiet: bool, **dask_arguments: Any) -> None:
         output.follow_cells()
         self.options = options
         self._quiet = quiet
-        self._is_asynchronous = bool(dask_arguments.get("asynchronous"))
         connects = options.create_mode == "connect"
         self.api = WorkersAPI(_UNKNOWN if connects else load_platform(options.platform))
         if not connects:
@@ -319,7 +319,7 @@ class CMLCluster(SpecCluster):
         self.starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.
         self._n_starting = 0
-        self._looking: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[Any] | None = None
         #: The steps that are under way, and the one that has not begun.
         self._steps: set[asyncio.Task[None]] = set()
         self._next_step: asyncio.Task[None] | None = None
@@ -335,15 +335,14 @@ class CMLCluster(SpecCluster):
             **dask_arguments,
         )
         self._name = type(self).__name__  # for Dask's repr, which would show the cluster's name twice
-        if self.starting is None:  # else it has wanted them, unless it has connected to a running cluster
-            self.groups.want_first()
+        self.groups.want_first()
 
     def _share(self, given: Mapping[str, Any]) -> Any:
         """Return what shares this cluster with the other processes of the project.
 
         `given` are the arguments, unchecked: a running cluster keeps its own options.
         """
-        from dask_cml.sharing.sharing import Sharing  # the core works without it
+        from dask_cml.sharing.sharing import Sharing  # which imports the core
 
         return Sharing(self, given)
 
@@ -396,6 +395,7 @@ class CMLCluster(SpecCluster):
         mine
         """
         # SpecCluster.from_name (spec.py:679) is not implemented.
+        checks.cluster_name("name", name, "connect")
         return cls(
             name=name,
             create_mode="connect",
@@ -412,7 +412,7 @@ class CMLCluster(SpecCluster):
     @checks_arguments
     def scale(  # type: ignore[override]  # as in SpecCluster
         self,
-        n: int = 0,
+        n: int | None = None,
         memory: float | str | None = None,
         cores: float | None = None,
         worker_group: str = DEFAULT_GROUP,
@@ -424,8 +424,8 @@ class CMLCluster(SpecCluster):
 
         Parameters
         ----------
-        n : int
-            Number of worker sessions. Default 0.
+        n : int, optional
+            Number of worker sessions, unless `memory` or `cores` are given.
         memory : float or str, optional
             Minimum total memory of the sessions, in GiB, or a string such as ``"100 GiB"``. Default: none.
         cores : float, optional
@@ -452,55 +452,45 @@ class CMLCluster(SpecCluster):
         self._check_running(f"worker group {worker_group!r} not scaled", or_new=True)
         return self._in_loop(self._ask, "scale", group=worker_group, n=n)
 
+    def sync(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a coroutine function in the event loop, as Dask's classes do.
+
+        Raises
+        ------
+        CMLError
+            If the cluster is closed, and its event loop has ended. Dask's error would name the loop alone.
+        """
+        if self.status == Status.closed and not self.asynchronous:
+            self._check_running("call refused")
+        return super().sync(func, *args, **kwargs)
+
     def _in_loop(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a function in the event loop, which alone changes the cluster. Another thread waits for it."""
         is_here = in_async_call(self.loop, default=True)  # or between two runs of the event loop
         return self.sync(function, *arguments, asynchronous=is_here, **named)
 
-    def _ask(self, kind: str, **arguments: Any) -> Awaitable[None]:
+    def _ask(self, kind: Any, **arguments: Any) -> Awaitable[None]:
         """Carry out what a user asks for, or ask the process that manages the cluster."""
-        if self.is_remote:
-            if kind != "close":  # a user ends an Adaptive of another class, which scales here
-                self.groups.adapt(arguments["group"], None)
-            return self.sharing.post(kind, **arguments)
-        self.sharing.carry_out_mail()
-        self._carry_out(kind, **arguments)
-        self.sharing.asked(kind, **arguments)
-        return NoOpAwaitable()
+        request = Request(kind, **arguments)
+        after(self.groups.described, request)  # an error is raised here, not by the manager
+        return self.sharing.request(request)
 
-    def _carry_out(
-        self,
-        kind: str,
-        *,
-        group: str = DEFAULT_GROUP,
-        n: int = 0,
-        limits: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-        names: Iterable[str] = (),
-    ) -> None:
-        """Carry out what a user asks for, in this process or in another, see ``scheduler.board.Request``."""
-        if kind not in ("add group", "close"):
-            self.groups.options(group)  # which must exist
-        if kind == "add group":
-            self.groups.add(group, self.options.of_group(options or {}))
-            self._resize(group, n)
-        elif kind == "delete group":
-            self.groups.remove(group)
-        elif kind == "close":
-            self.processes.drop(names)
+    def _carry_out(self, request: Request, *, is_own: bool = False) -> None:
+        """Carry out what a user asks for, in this process or in another.
+
+        One that was posted here (`is_own`) has ended an Adaptive of another class then, or was its own.
+        """
+        group = request.group
+        if request.kind == "close":
+            self.processes.unwant(request.names)
             return  # which tells nothing of why workers have failed
-        elif kind == "stop adapting":
-            self.groups.adapt(group, None)
-        elif kind == "scale":
-            self.groups.adapt(group, None)
-            self._resize(group, n)
-        else:
-            assert limits is not None
-            self.groups.limit(group, limits)
-            target = self.groups.target(group)
-            self._resize(group, min(max(target, limits["minimum"]), limits["maximum"]))
-            if self._is_keeper:
-                self.groups.begin_adapting()
+        groups = after(self.groups.described, request)
+        wanted = groups.get(group)
+        if wanted is not None and wanted.adapt is None and not is_own:
+            self.groups.adapt(group, None)  # also an Adaptive of another class
+        self.groups.take(groups)
+        if wanted is not None:
+            self._resize(group, wanted.target)
         self.processes.begin_anew(group)
 
     scale_up = scale
@@ -511,16 +501,23 @@ class CMLCluster(SpecCluster):
         Parameters
         ----------
         workers : iterable of str
-            Names of sessions or of Dask workers.
+            Names of sessions or of Dask workers. Those that are gone change nothing.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If no worker of the cluster can have such a name.
         """
         # SpecCluster.scale_down (spec.py:571) changes `worker_spec`, which another process may manage.
-        await self._ask("close", names=[*map(str, workers)])
+        names = checks.several("workers", workers)
+        self.groups.check_names(names)
+        self._check_running("workers not closed", or_new=True)
+        await self._ask("close", names=names)
         await self._correct_state_internal()
 
     def _resize(self, group: str, n: int) -> None:
         """Want `n` workers of a group here."""
-        absent = self.processes.absent(group) if self._is_keeper else [*reversed(self.groups.workers(group))]
-        self.groups.resize(group, n, absent)
+        self.groups.resize(group, n, self.processes.absent(group))
         self.loop.add_callback(self._correct_state_internal)  # type: ignore[union-attr]
 
     @checks_arguments
@@ -534,9 +531,9 @@ class CMLCluster(SpecCluster):
         minimum_memory: float | str | None = None,
         maximum_memory: float | str | None = None,
         worker_group: str = DEFAULT_GROUP,
-        Adaptive: type[Adaptive] = CMLAdaptive,
+        Adaptive: type[dask_adaptive.Adaptive] = CMLAdaptive,
         **kwargs: Any,
-    ) -> Adaptive:
+    ) -> dask_adaptive.Adaptive:
         """Scale a worker group automatically with its workload.
 
         Parameters
@@ -572,6 +569,8 @@ class CMLCluster(SpecCluster):
         """
         # SpecCluster.adapt (spec.py:615) knows no groups, no limits of a site, and no other process.
         # Adaptive passes memory_ratio to Scheduler.workers_to_close, and sets its other arguments.
+        base = dask_adaptive.Adaptive if worker_group == DEFAULT_GROUP else CMLAdaptive
+        checks.subclass("Adaptive", Adaptive, base)
         refuse_unexpected(self.adapt, kwargs, arguments_of(Adaptive) - {"cluster"} | {"memory_ratio"})
         options, others = self.groups.options(worker_group), self.groups.others(worker_group)
         least, most = adaptive_bounds(
@@ -582,28 +581,28 @@ class CMLCluster(SpecCluster):
         )
         if math.isinf(most):
             most, name = max(least, _MAXIMUM), self.options.name
-            logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
+            words = "Cluster %s adapts to at most %s workers: adapt() got no finite maximum"
+            logger.warning(words, name, most)
         most = int(most)
         self._check_running(f"worker group {worker_group!r} not adapted", or_new=True)
         is_cml_adaptive = issubclass(Adaptive, CMLAdaptive)
         if is_cml_adaptive:
             kwargs["worker_group"] = worker_group
-        elif worker_group != DEFAULT_GROUP:
-            raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
         cluster: Any = self if is_cml_adaptive else AdaptedCluster(self)
         adaptive = Adaptive(cluster, minimum=least, maximum=most, **kwargs)
         self._in_loop(self._adapt, worker_group, adaptive)
         return adaptive
 
-    def _adapt(self, group: str, adaptive: Adaptive) -> Any:
+    def _adapt(self, group: str, adaptive: dask_adaptive.Adaptive) -> Any:
         """Let an Adaptive scale a group."""
         if not isinstance(adaptive, CMLAdaptive):  # it scales here, as a user does
             asked = self._ask("stop adapting", group=group)
             self.groups.adapt(group, adaptive)
             return asked
-        self.sharing.carry_out_mail()  # which may scale the group, and would end this Adaptive
-        self.groups.adapt(group, None if self.is_remote else adaptive)
-        return self._ask("adapt", group=group, limits=adaptive.limits)
+        asked = self._ask("adapt", group=group, limits=adaptive.limits)
+        if self.groups.adapts(group):  # here, and not in another process
+            self.groups.adapt(group, adaptive)
+        return asked
 
     def _stop_adapting(self, group: str) -> Any:
         """Stop a group's adaptive scaling at its present number of sessions.
@@ -615,10 +614,9 @@ class CMLCluster(SpecCluster):
         group : str
             The worker group.
         """
-        if self.status not in (Status.created, Status.running) and not self._is_keeper:
-            self.groups.adapt(group, None)
-            return None
-        return self._in_loop(self._ask, "stop adapting", group=group)
+        if self.status in (Status.created, Status.running) or self.sharing.is_keeper:
+            return self._in_loop(self._ask, "stop adapting", group=group)
+        return None
 
     def _check_running(self, what: str, *, or_new: bool = False) -> None:
         """Refuse what a cluster cannot do that does not run.
@@ -643,7 +641,7 @@ class CMLCluster(SpecCluster):
         if not or_new or self.status != Status.created:
             why = f": {self.sharing.end}" if self.sharing.end else ""
             raise CMLError(f"{what}: cluster {name} is {self.status.name}{why}")
-        if not self._is_keeper and self.options.create_mode != "create":
+        if not self.sharing.is_keeper and self.options.create_mode != "create":
             raise CMLError(f"{what}: cluster {name} is not connected yet, await it first")
 
     def _new_worker_name(self, worker_number: int) -> str:
@@ -728,7 +726,7 @@ class CMLCluster(SpecCluster):
         given = {option: value for option, value in locals().items() if option in GROUP_OPTIONS}
         refuse_unexpected(self.add_worker_group, kwargs)
         options = self.options.of_group(given)
-        group_name("name", name)
+        checks.group_name("name", name)
         self._check_running(f"worker group {name!r} not added")
         self.api.check_options(options.launch_options)
         check_worker_class(options)
@@ -737,8 +735,6 @@ class CMLCluster(SpecCluster):
 
     async def _add_group(self, name: str, options: Options) -> None:
         self._check_running(f"worker group {name!r} not added")
-        if name in self.groups:
-            raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
         self.groups.check_size(name, options)
         await self.api.find_labels(options.launch_options)
         await self._ask("add group", group=name, n=options.n_workers, options=options.group_arguments())
@@ -767,17 +763,13 @@ class CMLCluster(SpecCluster):
 
     async def _delete_group(self, name: str) -> None:
         self._check_running(f"worker group {name!r} not deleted")
-        if name == DEFAULT_GROUP or name not in self.groups:
-            others = self.groups.names[1:]
-            expected = f"one of {others}" if others else "the name of a group that was added; there is none"
-            raise ValueError(message("name", name, expected))
-        workers = {*workers_of(self, name)}
+        workers = {*self.processes.known(name)}
         await self._ask("delete group", group=name)
         await self._correct_state_internal()
         deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
 
         fewest, deadline = math.inf, 0.0
-        while left := [worker for worker in workers_of(self, name) if worker in workers]:
+        while left := [worker for worker in self.processes.known(name) if worker in workers]:
             names, now, staying = ", ".join(left), time.monotonic(), {*self.sharing.view.staying}
             self._check_running(f"{deleted} {names} not stopped")
             if staying.issuperset(left):
@@ -786,7 +778,7 @@ class CMLCluster(SpecCluster):
                     f"{command('scale', self.options.name, 'N')}"
                 )
             # The keeper abandons workers that do not answer while they move their data.
-            connected = {said_by(info).get("name") for info in [*self.scheduler_info["workers"].values()]}
+            connected = {about.get("name") for about in said_by_workers(self).values()}
             if len(left) < fewest or connected & ({*left} - staying):
                 fewest, deadline = len(left), now + timing.finish
             elif now > deadline:
@@ -821,8 +813,8 @@ class CMLCluster(SpecCluster):
         async with self._lock:
             if self.status != Status.running:
                 return
-            if not self._is_keeper:
-                self.sharing.step()
+            if not self.sharing.is_keeper:
+                self.sharing.role.refuse_changes_by_hand()
                 return
             self._note_changes_by_hand()
             if not self.sharing.keeps:
@@ -830,10 +822,15 @@ class CMLCluster(SpecCluster):
             for group in self.groups.names:
                 if excess := self.groups.excess(group):
                     self.groups.close(group, await self.retirements.choose(group, excess))
+            if not self.sharing.keeps:  # the scheduler may have answered late
+                return
             await self.processes.close_others(self.worker_spec)
             await self._stop_unwanted(await self.retirements.retire())
-            await self._launch_missing()
-            await self.sharing.stepped()
+            if ready := self.processes.ready:
+                await self.processes.launch(ready)
+            elif not self.processes.launching:
+                self.api.settle("launch")
+            await self.sharing.keeper.publish()
 
     def _note_changes_by_hand(self) -> None:
         """Note what a user has changed in ``worker_spec``, as a subclass of SpecCluster may."""
@@ -841,16 +838,17 @@ class CMLCluster(SpecCluster):
         for group in {*closed.values(), *new.values()}:
             if group in self.groups:
                 self.processes.begin_anew(group)
-                self.sharing.asked("scale", group=group, n=self.groups.target(group))
+                if self.groups.limits(group) is None:  # else adaptive scaling goes on
+                    self.sharing.asked(Request("resize", group, self.groups.target(group)))
         self.groups.given(new)
 
     async def _stop_unwanted(self, retired: Sequence[CMLWorker]) -> None:
         """Stop the sessions of retired workers, and those without a worker."""
         ids = {str(worker.session_id) for worker in retired}
-        await self.processes.find_sessions()
+        unused = await self.processes.find_unused()
         if not self.sharing.keeps:  # another process may use these workers by now
             return
-        to_stop = self.processes.unused.keys() | (ids & {*self.api.live})
+        to_stop = unused | (ids & {*self.api.live})
         if not to_stop:
             self.api.settle("stop")
         await self.processes.stop(to_stop)
@@ -858,17 +856,10 @@ class CMLCluster(SpecCluster):
         for worker in [worker for worker in retired if worker.session_id not in self.api.live]:
             # With scale(0), the last worker is connected until its session has ended.
             with contextlib.suppress(*NO_ANSWER, CMLError):
-                await drop(self, worker.dask_names)
+                await self.processes.unregister(worker.dask_names)
             self.workers.pop(worker.name, None)
             await worker.close()
             self.sharing.keeper.event("stopped", worker.name)
-
-    async def _launch_missing(self) -> None:
-        """Launch the wanted workers that have no session, as far as their groups' backoffs allow it."""
-        if ready := self.processes.ready:
-            await self.processes.launch(ready)
-        elif not self.processes.launching:
-            self.api.settle("launch")
 
     # -- the look
 
@@ -882,7 +873,8 @@ class CMLCluster(SpecCluster):
         """
         self.groups.begin_adapting()
         self._unheard_since = unheard_since
-        self._looking = asyncio.create_task(self._look_for_ever())
+        self.demand.unrunnable = None
+        self._looking = asyncio.create_task(gather_or_cancel(self._look_for_ever(), self.demand.watch()))
 
     async def _stop_looking(self, patience: float = 0.0) -> None:
         """Cancel the looks, the steps and, after `patience` seconds, the launches of this process."""
@@ -908,7 +900,7 @@ class CMLCluster(SpecCluster):
 
     async def _look(self) -> None:
         """Find lost workers and replace them in ``worker_spec``. Then take a step."""
-        if not self.sharing.is_connected:
+        if not self.sharing.keeps:  # another process may have stopped sessions
             self._unheard_since = self._unheard_since or time.monotonic()
             return
         if self._unheard_since is not None:
@@ -920,10 +912,9 @@ class CMLCluster(SpecCluster):
             with contextlib.suppress(CallFailed):  # tell_outage says it once
                 await self.losses.replace(await self.losses.find())
             await self.sharing.keeper.find_strays()
-            await self._correct_state_internal()
             self.losses.note_states()
-            await self.messages.tell()
-            await self.sharing.stepped()
+            self.messages.tell()
+            await self._correct_state_internal()  # the report that it ends with takes long for 1,000 sessions
         except CallFailed:
             pass  # tell_outage does it once
         except asyncio.TimeoutError as error:  # it may be busy for a moment: if that lasts, Failover says so
@@ -958,19 +949,12 @@ class CMLCluster(SpecCluster):
         try:
             await asyncio.wait([self.starting])  # which a cancelled caller does not cancel
             self.starting.result()
-        except asyncio.CancelledError:
-            if self.ending.has_begun:
-                await self.ending.end_failed_start()
+        except (Exception, asyncio.CancelledError) as error:
+            is_cancelled, was_closed = isinstance(error, asyncio.CancelledError), self.ending.has_begun
+            if was_closed or not is_cancelled or self._n_starting == 1:  # else another task still waits
+                await self.ending.end_failed_start(error)
+            if is_cancelled and was_closed:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
-            if self._n_starting == 1:  # else another task still waits
-                self.ending.note_interrupt()
-                await self.ending.end_failed_start()
-                if self._is_asynchronous:  # otherwise, the interrupted constructor says it
-                    self.ending.say_interrupted()
-            raise
-        except Exception as error:
-            self.end_reason = f"it did not start: {error}"
-            await self.ending.end_failed_start()
             if isinstance(error, CMLError):
                 raise without_frames(error) from None
             raise
@@ -983,8 +967,7 @@ class CMLCluster(SpecCluster):
         self.quiet = self._quiet
         self.groups.want_first()
         async with self._lock:
-            creates = await self.sharing.open()
-            if creates:
+            if creates := await self.sharing.open():
                 await self._create()
         if not creates:
             await self.sharing.follow()
@@ -1011,7 +994,6 @@ class CMLCluster(SpecCluster):
         """
         self.options = options
         # What a user wanted of a cluster that was not created does not apply to the running cluster.
-        self.groups.stop_adapting()
         self.worker_spec.clear()
         self.api = WorkersAPI(load_platform(options.platform))
         self.groups = Groups(self, options)
@@ -1035,7 +1017,7 @@ class CMLCluster(SpecCluster):
     # -- the connection to the scheduler
 
     async def _ask_scheduler(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
-        """Call a handler of the scheduler, see :func:`dask_cml.rpc.ask`. Default limit: ``timing.answer``.
+        """Call a handler of the scheduler, see :func:`~dask_cml.protocol.ask`. Default: ``timing.answer``.
 
         Parameters
         ----------
@@ -1046,54 +1028,42 @@ class CMLCluster(SpecCluster):
         **arguments
             The arguments of the handler.
         """
-        # As long as another scheduler has not answered, this is the address of the lost one.
-        if self.scheduler_comm is None or not self.sharing.is_joined:
-            raise OSError("the scheduler has not answered yet")
-        limit = timing.answer if timeout is None else timeout
-        comm = self.scheduler_comm
-        return await ask(comm.address, comm.connection_args, op, limit, **arguments)
-
-    async def _start_dask(self) -> None:
-        """Follow the scheduler's workers by Cluster._start (cluster.py:123)."""
-        await super(SpecCluster, self)._start()
-        workers = with_numbers(self.scheduler_info["workers"])
-        self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": workers})
-        self.connection.note_running()  # Cluster._start says so of an object that is closing, too
+        return await self.sharing.link.ask(op, timeout, **arguments)
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
         # and keeps its spec. The keeper finds out why a session's worker is gone, and replaces it.
         names = []
         if op == "add":
-            msg = {**msg, "workers": with_numbers(msg["workers"])}
+            msg = with_numbers(msg)
             names = [str(info["name"]) for info in msg["workers"].values()]
         gone = self.scheduler_info["workers"].get(msg) if op == "remove" else None
         if gone is not None and not isinstance(self.workers.get(gone["name"]), (CMLWorker, type(None))):
             super()._update_worker_status(op, msg)  # of a subclass
         elif gone is not None or op != "remove":
             super(SpecCluster, self)._update_worker_status(op, msg)
-        if self._is_keeper:
-            self.losses.note_connected(names)
+        if self.sharing.is_keeper:
+            self.losses.note_seen(names)
             if op == "remove":
                 self.woken.set()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
         # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost: another replaces it.
         # It keeps its last answer as `scheduler_info`, although the keeper may know of more workers by now.
-        deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
+        patience = timeout and checks.seconds("timeout", timeout)
+        deadline = math.inf if patience is None else time.monotonic() + patience
         n_running = 0
         while True:
             if self.sharing.is_connected:
                 limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
-                scheduler: Any = self.scheduler_comm
                 try:
-                    answer = await within(limit, scheduler.identity())
+                    answer = with_numbers(await self._ask_scheduler("identity", limit))
                 except NO_ANSWER as error:
                     logger.debug("Workers of cluster %s not counted: %r", self.options.name, error)
                 else:
-                    workers, running = with_numbers(answer["workers"]), Status.running.name
+                    workers, running = answer["workers"], Status.running.name
                     n_running = sum(info["status"] == running for info in workers.values())
-                    if self._is_keeper:
+                    if self.sharing.is_keeper:
                         known = self.scheduler_info["workers"]
                         workers = {address: workers.get(address, known[address]) for address in known}
                     self.scheduler_info = SchedulerInfo({**answer, "workers": workers})
@@ -1162,10 +1132,10 @@ class CMLCluster(SpecCluster):
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
 
-        If this process created the cluster, it runs on without a user, as with ``shutdown_on_close=False``:
-        until its ``idle_timeout``, :meth:`shutdown`, or the end of the session that launched it.
+        If this process created the cluster, it continues as with ``shutdown_on_close=False``: until its
+        ``idle_timeout``, :meth:`shutdown`, or the end of the session that launched it.
 
-        Another process carries on what this one has begun.
+        The next manager carries out what this process has asked for.
 
         Examples
         --------
@@ -1188,12 +1158,8 @@ class CMLCluster(SpecCluster):
         await self.sharing.close_dashboard()  # before Dask's code says that the cluster is closed
         await self.connection.unsubscribe()
         self.worker_spec.clear()
-        if self._is_keeper:
+        if self.sharing.is_keeper:
             await self.processes.close_others()
-        if isinstance(self.scheduler, CMLScheduler):
-            self.scheduler.status = Status.closed
-        for worker in [*self.workers.values()]:
-            worker.status = Status.closed
         self.workers.clear()
         self.connection.forget_workers()
         self.sharing.forget()
@@ -1210,17 +1176,12 @@ class CMLCluster(SpecCluster):
     @property
     def is_remote(self) -> bool:
         """Whether another process manages the cluster. Requests made here are passed to it."""
-        return self.sharing.role is Role.FOLLOWER and self.status == Status.running
+        return not self.sharing.is_keeper and self.status == Status.running
 
     @property
     def keeps(self) -> bool:
         """Whether this process manages the cluster, as its scheduler has said lately."""
         return self.sharing.keeps
-
-    @property
-    def _is_keeper(self) -> bool:
-        """Whether this process manages the cluster: it launches and stops the sessions."""
-        return self.sharing.role is Role.KEEPER
 
     @property
     def sessions(self) -> list[Session]:
@@ -1230,9 +1191,7 @@ class CMLCluster(SpecCluster):
     @property
     def problem(self) -> str | None:
         """The cluster's present problem, such as an exhausted quota. None if there is no problem."""
-        if self.status == Status.running and self.sharing.problem:
-            return self.sharing.problem
-        return self.sharing.end or self.sharing.view.problem or self.sharing.workers_problem
+        return self.sharing.problem
 
     @property
     def worker_groups(self) -> dict[str, WorkerGroup]:
@@ -1272,10 +1231,7 @@ class CMLCluster(SpecCluster):
         listens = "dashboard" in self.scheduler_info.get("services", {})
         if self.scheduler is None or not listens:
             return ""
-        url = self.sharing.dashboard_url
-        if url is None and self.scheduler.session is not None:
-            url = self.scheduler.session.app_url
-        return here.dashboard_link(url, self.options.scheduler_args)
+        return here.dashboard_link(self.sharing.dashboard_url, self.options.scheduler_args)
 
     @checks_arguments
     def get_logs(
@@ -1316,18 +1272,21 @@ class CMLCluster(SpecCluster):
         for argument, value in (("cluster", cluster), ("scheduler", scheduler)):
             if isinstance(value, str):
                 expected = f"True or False; for the log of a worker, pass workers=[{value!r}]"
-                raise TypeError(message(argument, value, expected))
-        return self.sync(self._read_logs, cluster, scheduler, workers)
-
-    async def _read_logs(self, cluster: bool, scheduler: bool, workers: bool | Iterable[str]) -> Logs:
-        own = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
-        names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
+                raise TypeError(checks.message(argument, value, expected))
         if not isinstance(workers, bool):
-            workers = [workers] if isinstance(workers, str) else workers
+            workers = checks.several("workers", [workers] if isinstance(workers, str) else workers)
+        if self.asynchronous:
+            return asyncio.to_thread(self._read_logs, cluster, scheduler, workers)
+        return self._read_logs(cluster, scheduler, workers)
+
+    def _read_logs(self, cluster: bool, scheduler: bool, workers: bool | list[str]) -> Logs:
+        own = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
+        names = {address: info["name"] for address, info in [*self.scheduler_info["workers"].items()]}
+        if not isinstance(workers, bool):
             workers = [names.get(worker, worker) for worker in workers]
         logs = self.sharing.logs()
         launched = [session.name for session in self.sessions if session.role == "worker"]
-        read = await asyncio.to_thread(logs.read, scheduler, workers, launched)
+        read = logs.read(scheduler, workers, launched)
         return EscapedLogs({name: Log("\n".join(lines)) for name, lines in (own | read).items()})
 
     def usage(self) -> Any:
@@ -1404,14 +1363,9 @@ class CMLCluster(SpecCluster):
         >>> [cluster.name for cluster in CMLCluster.open()]
         ['mine']
         """
-        return [
-            cluster
-            for cluster in [*SpecCluster._instances]
-            if isinstance(cluster, cls)
-            and cluster._rank is None  # a web UI only shows clusters
-            and cluster.starting is not None
-            and cluster.status != Status.closed
-        ]
+        clusters = [cluster for cluster in unclosed() if isinstance(cluster, cls)]
+        # A web UI only shows clusters.
+        return [cluster for cluster in clusters if cluster._rank is None and cluster.starting is not None]
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
@@ -1472,9 +1426,9 @@ class CMLCluster(SpecCluster):
         self._cluster_manager_logs.append((datetime.now(), line))
         if not self.quiet:
             output.say(text)
-        if self._is_keeper:
+        if self.sharing.is_keeper:
             write_own_log(self, line)
-            self.sharing.tell_clients(text)
+            self.sharing.keeper.tell_clients(text)
 
 
 def close_all() -> None:
@@ -1498,7 +1452,8 @@ def close_all() -> None:
     for cluster in CMLCluster.open():
         try:
             if cluster.asynchronous:  # this is its event loop, which goes on when this returns
-                cluster.loop.add_callback(cluster.close)  # type: ignore[union-attr]
+                if ending := cluster.ending.begin(cluster.ending.usual_how):
+                    cluster.loop.add_future(ending, lambda done: done.result())  # type: ignore[union-attr]
             else:
                 cluster.close()
         except CMLError as error:

@@ -25,15 +25,15 @@ from distributed.utils import LoopRunner
 
 from dask_cml.cancellation import gather_or_cancel
 from dask_cml.checks import gibibytes, integer, message, positive
-from dask_cml.core.folder import new_folder
 from dask_cml.errors import CMLError, SessionFailed
+from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options, state_directory
-from dask_cml.rpc import NO_ANSWER
-from dask_cml.sessions.answers import CallFailed
+from dask_cml.private_files import make_folder
+from dask_cml.protocol import NO_ANSWER
+from dask_cml.sessions.calls import CallFailed
 from dask_cml.sessions.here import dashboard_link
 from dask_cml.sessions.plan import Place
-from dask_cml.sessions.process import CMLScheduler, CMLWorker
-from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
 from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
@@ -267,7 +267,8 @@ def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awaitable[
     """Launch sessions in a new folder. Stop them after an error only."""
     api, folder = WorkersAPI(load_platform(options.platform)), state_directory() / options.name
     try:
-        new_folder(folder)
+        for path in (folder.parent, folder, folder / STARTED_FOLDER, folder / LOGS_FOLDER):
+            make_folder(path, "cml.state-directory")
         # In a thread, because the caller, such as a notebook, may be in an event loop itself.
         result = LoopRunner().run_sync(start, api, Place(folder))
     except BaseException:  # also Ctrl-C

@@ -38,8 +38,6 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     ['mine']
     """
     records = await asyncio.to_thread(store.records)
-    listing = await liveness.listed(records)
-    for record in records:
-        finding = await asyncio.to_thread(liveness.seen, record, listing)
+    for name, finding in (await liveness.judge(records)).items():
         if finding.state is liveness.State.ALIVE:
-            yield record.name, CMLCluster
+            yield name, CMLCluster

@@ -24,9 +24,10 @@ from markupsafe import Markup
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
-from dask_cml.core.view import waits
-from dask_cml.sessions.session import Session
-from dask_cml.words import adapting, format_duration, idle, printable, waiting, waiting_workers
+from dask_cml.core.ending import How
+from dask_cml.sessions.process import Session
+from dask_cml.timing import timing
+from dask_cml.words import adapting, format_duration, idle, pending, printable, scheduler_words, waiting
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
@@ -147,28 +148,21 @@ def describe(cluster: Any) -> dict[str, str | None]:
         or in place of a lost one. Worker sessions that are not connected yet (``pending``). The bounds of the
         groups that adapt (``adapts``), which are named if there are several. For how long it is ``idle``.
     """
-    board = cluster.sharing.board
-    age, most_age = (seconds / 3600 for seconds in (board.age, board.most_age))
-    idle_for = cluster.sharing.idle
-    queued = waits(cluster)
-    n_pending = cluster.n_pending - len(queued)
-    pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(queued)]
+    board = cluster.sharing.link.board
+    groups, sessions = cluster.groups.names, cluster.sessions
+    limits = {group: found for group in groups if (found := cluster.groups.limits(group))}
+    bounds = {group: (found["minimum"], found["maximum"]) for group, found in limits.items()}
+    scheduler = next((session for session in sessions if session.role == "scheduler"), None)
+    is_another = cluster.place.number and cluster.sharing.is_connected
     return {
         "status": _status_words(cluster),
-        "age": f"{age:.1f} of {most_age:g} h" if most_age else "",
-        "scheduler": _scheduler_words(cluster),
-        "pending": ", ".join(filter(None, pending)),
+        "age": f"{board.age / 3600:.1f} of {board.most_age / 3600:g} h" if board.most_age else "",
         "problem": cluster.problem,
-        "adapts": _adapts_words(cluster),
-        "idle": "" if idle_for is None else idle(idle_for),
+        "adapts": adapting(bounds, groups),
+        "idle": idle(cluster.sharing.link.idle, timing.idle),
+        "scheduler": scheduler_words(scheduler.waits_for, is_another and scheduler.age) if scheduler else "",
+        "pending": pending(cluster.processes.waits(sessions), cluster.n_pending),
     }
-
-
-def _adapts_words(cluster: Any) -> str:
-    groups = cluster.groups.names
-    limits = {group: cluster.groups.limits(group) for group in groups}
-    bounds = {group: (found["minimum"], found["maximum"]) for group, found in limits.items() if found}
-    return adapting(bounds, names_groups=len(groups) > 1)
 
 
 def _status_words(cluster: Any) -> str:
@@ -177,23 +171,11 @@ def _status_words(cluster: Any) -> str:
     if cluster.status == Status.created:
         return "created" if cluster.starting is None else "starting"
     if cluster.status != Status.closed or cluster.sharing.lasted is None:
-        return str(cluster.status.name)
+        return "left" if cluster.ending.how is How.LEAVE else str(cluster.status.name)
     used = cluster.sharing.usage().total
     noun = "session" if used.sessions == 1 else "sessions"
     hours = f"{used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
     return f"closed after {format_duration(cluster.sharing.lasted)}; {hours}"
-
-
-def _scheduler_words(cluster: Any) -> str:
-    sessions = [session for session in cluster.sessions if session.role == "scheduler"]
-    if not sessions:
-        return ""
-    [session] = sessions
-    if session.waits_for is not None:
-        return f"scheduler {waiting(session.waits_for)}"
-    if not cluster.place.number or not cluster.sharing.is_connected:
-        return ""
-    return f"scheduler restarted {format_duration(session.age)} ago"
 
 
 class StartDisplay:
@@ -234,7 +216,7 @@ class StartDisplay:
             line = self.line()
             if self._is_shown and line != self._shown:  # a terminal that blocks gets no more
                 self._shown, self._is_shown = line, False
-                output.write(functools.partial(self._update, line))
+                output.write(functools.partial(self._show, line))
             await asyncio.sleep(_INTERVAL)
 
     async def end(self, has_started: bool) -> None:
@@ -245,7 +227,8 @@ class StartDisplay:
         has_started : bool
             Whether the cluster has started.
         """
-        output.write(functools.partial(self._end, self._summary() if has_started else ""))
+        last = self._summary() if has_started else ""
+        output.write(functools.partial(self._show, last, is_last=True))
         await asyncio.to_thread(output.flush, _PATIENCE)
 
     def line(self) -> str:
@@ -266,34 +249,25 @@ class StartDisplay:
         n_connected = f"{self._n_workers}: {counts.pop('connected', 0)} connected"
         return ", ".join([n_connected, *(f"{n} {status}" for status, n in counts.most_common())])
 
-    def _update(self, line: str) -> None:
+    def _show(self, line: str, is_last: bool = False) -> None:
+        """Show a line in place of the one before. A notebook stores only the last state of its one output."""
         if is_kernel():
-            self._show_in_notebook(line)
-        elif output.is_terminal(self._out):
-            print(output.overwriting(line), end="", file=self._out, flush=True)
-        elif "scheduler queued" in line and not self._is_queue_told:
-            self._is_queue_told = True
-            print(line, file=self._out, flush=True)
-        self._is_shown = True
+            from IPython.display import display
 
-    def _end(self, line: str) -> None:
-        if is_kernel():
-            self._show_in_notebook(line)
-            return
-        if output.is_terminal(self._out):
-            print(output.overwriting(""), end="", file=self._out, flush=True)
-        if line:
-            print(line, file=self._out, flush=True)
-
-    def _show_in_notebook(self, line: str) -> None:
-        """Show a line in one output. It is updated in place, so the notebook stores only its last state."""
-        from IPython.display import display
-
-        bundle = {"text/plain": line}
-        if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
+            bundle = {"text/plain": line}
+            if self._handle is None:
+                self._handle = display(bundle, raw=True, display_id=True)
+            else:
+                self._handle.update(bundle, raw=True)
         else:
-            self._handle.update(bundle, raw=True)
+            is_terminal = output.is_terminal(self._out)
+            if is_terminal:
+                print(output.overwriting("" if is_last else line), end="", file=self._out, flush=True)
+            is_news = not (is_terminal or self._is_queue_told) and "scheduler queued" in line
+            self._is_queue_told = self._is_queue_told or is_news
+            if line and (is_last or is_news):
+                print(line, file=self._out, flush=True)
+        self._is_shown = True
 
     def _summary(self) -> str:
         text, n = printable(f"Cluster {self._name} started in {self._lasted}"), len(self._names)

@@ -114,9 +114,9 @@ class ClusterExists(CMLError):
     def __init__(self, name: str, why: str = "") -> None:
         doubt = f" ({why})" if why else ""
         super().__init__(
-            f"a cluster named {name!r} exists already{doubt}: to connect to it, pass "
-            f"create_mode='create-or-connect' or call CMLCluster.from_name({name!r}); to delete it, run "
-            f"{command('delete', name)}"
+            f"a cluster named {name!r} exists already{doubt}: to delete it, run {command('delete', name)}\n"
+            "To connect to it, in Python pass create_mode='create-or-connect' or call "
+            f"CMLCluster.from_name({name!r})"
         )
         self.name = name
 
@@ -133,7 +133,9 @@ class NoSuchCluster(CMLError, LookupError):
     """
 
     def __init__(self, name: str, known: tuple[str, ...] = ()) -> None:
-        others = f"existing clusters: {', '.join(map(repr, sorted(known)))}" if known else "no clusters exist"
+        others = f"no clusters exist: to create it, run {command('create', name)}"
+        if known:
+            others = f"existing clusters: {', '.join(map(repr, sorted(known)))}"
         super().__init__(f"no cluster named {name!r}; {others}")
         self.name = name
         self.known = known

@@ -3,11 +3,16 @@
 Each file has one writer: ``record.json`` the cluster's creator, once; ``board-<n>.json`` the process that
 launches scheduler number n, once; ``scheduler-<n>.json`` that scheduler. In the folders, the name of a file
 describes a session.
+
+Besides, the names of the environment variables of sessions, and the folder of a program's modules.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from pathlib import Path
 
 RECORD_FILE = "record.json"
 #: The folder in the state directory for what remains of ended clusters. No cluster can have this name.
@@ -15,6 +20,8 @@ HISTORY_FOLDER = ".history"
 #: The folders with the files of sessions, the names that sessions have taken, and their logs. Only these grow
 #: with the number of sessions: sessions and schedulers list the cluster's own folder again and again.
 SESSIONS_FOLDER, STARTED_FOLDER, LOGS_FOLDER = "sessions", "started", "logs"
+#: The name of the cluster's own log, in place of a session's name, and the ends of the names of logs.
+OWN_LOG, LOG_SUFFIX = "cluster", ".log"
 #: The name of the scheduler's session in these files. The other names are those of worker sessions.
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.
@@ -70,3 +77,47 @@ def scheduler_number(name: str, begins: bool = False) -> int | None:
     """
     match = _NUMBERED_FILE.fullmatch(name)
     return int(match[2]) if match is not None and (begins or match[1] == "scheduler") else None
+
+
+def program_folder() -> str | None:
+    """Return the folder in which this process's program finds its modules.
+
+    That is the folder of a script. Notebooks, consoles and ``python -m`` look in the current folder. Return
+    None for programs that pip has installed.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if file is None or getattr(main, "__spec__", None) is not None:
+        try:
+            return os.getcwd()
+        except FileNotFoundError:  # it has been removed
+            return None
+    return os.path.dirname(os.path.abspath(file)) if file.endswith(".py") else None
+
+
+def find_modules() -> None:
+    """Let this process find modules in the program's folder, and there first, as the program does.
+
+    Call this late: a module there may have the name of one that Dask imports.
+    """
+    folder = os.environ.get(PROGRAM_FOLDER)
+    if folder and sys.path[0] != folder:
+        sys.path.insert(0, folder)
+
+
+def log_folder(folder: Path, log_directory: str | None) -> Path:
+    """Return the folder of a cluster's logs. A `log_directory` has a folder for every cluster.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder.
+    log_directory : str or None
+        The cluster's option `log_directory`.
+    """
+    return Path(log_directory, folder.name) if log_directory else folder / LOGS_FOLDER
+
+
+def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
+    """Return the path of the log of a session with this name, see :func:`log_folder`."""
+    return log_folder(folder, log_directory) / (session + LOG_SUFFIX)

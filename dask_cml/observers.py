@@ -11,7 +11,7 @@ from distributed.comm.core import Comm
 
 from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
-from dask_cml.core.at_exit import unclosed
+from dask_cml.core.ending import unclosed
 from dask_cml.dashboard.proxy import open_comm
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
@@ -45,27 +45,16 @@ async def changing(record: Record) -> AsyncIterator[CMLCluster]:
     Raises
     ------
     CMLError
-        If its scheduler does not answer.
+        If its scheduler does not answer, or refuses the change.
     """
     async with CommandedCluster.from_name(record.name, asynchronous=True, quiet=True) as cluster:
         yield cluster
-        await until_shown(record, cluster)
-
-
-async def until_shown(record: Record, cluster: CMLCluster) -> None:
-    """Wait until the scheduler has what was changed in this process, and its file shows that.
-
-    Raises
-    ------
-    CMLError
-        If the scheduler does not answer, or refuses the change.
-    """
-    await cluster.sharing.written()
-    revision, deadline = cluster.sharing.board.revision, time.monotonic() + _SHOWN
-    while (await asyncio.to_thread(store.refreshed, record)).scheduler.revision < revision:
-        if time.monotonic() > deadline:  # its disk may be full
-            break
-        await asyncio.sleep(0.1)
+        await cluster.sharing.written()
+        revision, deadline = cluster.sharing.link.board.revision, time.monotonic() + _SHOWN
+        while (await asyncio.to_thread(store.refreshed, record)).scheduler.revision < revision:
+            if time.monotonic() > deadline:  # its disk may be full
+                break
+            await asyncio.sleep(0.1)
 
 
 def may_connect(record: Record, finding: Finding) -> bool:

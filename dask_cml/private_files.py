@@ -16,7 +16,6 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from dask_cml.checks import message
 from dask_cml.errors import CMLError, reason_of
 from dask_cml.output import get_logger
 
@@ -65,8 +64,7 @@ def make_folder(path: Path, option: str | None = None) -> None:
     except OSError as error:
         if option is None:
             raise
-        expected = f"a folder that can be made ({reason_of(error)})"
-        raise ValueError(message(option, str(path), expected)) from None
+        raise ValueError(f"invalid {option}: {reason_of(error)}") from None
     check_folder(path)
 
 

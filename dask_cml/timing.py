@@ -62,9 +62,10 @@ class Timing:
         longer listed. If its Dask worker is gone for as long, too, it is replaced.
     unreachable : float
         Time for which a scheduler must not be reached until the user is told.
-    sign_of_life, silence : float
-        Time between two signs of life of a scheduler, the times of its file. Its silence after which users
-        are told, and nobody waits longer for its answer.
+    save : float
+        Time after which a scheduler saves what it tells its watchers later, such as the number of done tasks.
+    silence : float
+        A scheduler's silence after which users are told, and nobody waits longer for its answer.
     """
 
     heartbeat: float = 2.0
@@ -95,7 +96,7 @@ class Timing:
     succession: float = 30.0
     unlisted: float = 30.0
     unreachable: float = 30.0
-    sign_of_life: float = 15.0
+    save: float = 15.0
     silence: float = 120.0
 
 

@@ -107,20 +107,21 @@ def adapts(minimum: int, maximum: int) -> str:
     return f"adapts between {minimum} and {maximum}"
 
 
-def adapting(bounds: Mapping[str, Sequence[int]], *, names_groups: bool) -> str:
-    """Return the text for the bounds of the worker groups that adapt, by their names.
+def adapting(bounds: Mapping[str, Sequence[int]], groups: Collection[str]) -> str:
+    """Return the text for the bounds of the worker groups that adapt. Their names are for one of several.
 
     Examples
     --------
-    >>> adapting({"default": (0, 2), "gpu": (1, 4)}, names_groups=True)
+    >>> adapting({"default": (0, 2), "gpu": (1, 4)}, ["default", "gpu"])
     'default adapts between 0 and 2, gpu adapts between 1 and 4'
     """
-    return ", ".join(f"{group} {adapts(*b)}" if names_groups else adapts(*b) for group, b in bounds.items())
+    names = {group: f"{group} " if len(groups) > 1 else "" for group in bounds}
+    return ", ".join(names[group] + adapts(*found) for group, found in bounds.items())
 
 
-def idle(seconds: float) -> str:
-    """Return the text for a cluster that has had no tasks for so many seconds."""
-    return f"idle for {format_duration(max(0.0, seconds))}"
+def idle(seconds: float | None, least: float = 0.0) -> str:
+    """Return the text for a cluster that has had no tasks for so many seconds. Empty if they are fewer."""
+    return "" if seconds is None or seconds < least else f"idle for {format_duration(max(0.0, seconds))}"
 
 
 def waiting(seconds: float) -> str:
@@ -128,17 +129,28 @@ def waiting(seconds: float) -> str:
     return f"queued for {format_duration(seconds)}"
 
 
-def waiting_workers(waits: Collection[float]) -> str:
-    """Return the text for queued worker sessions.
+def scheduler_words(waits_for: float | None, restarted: float | None) -> str:
+    """Return the text for a scheduler that is queued, or has replaced a lost one, for so many seconds."""
+    if waits_for is not None:
+        return f"scheduler {waiting(waits_for)}"
+    return f"scheduler restarted {format_duration(restarted)} ago" if restarted else ""
+
+
+def pending(waits: Collection[float], n_absent: int = 0) -> str:
+    """Return the text for worker sessions that are not connected.
 
     Parameters
     ----------
     waits : collection of float
-        How long the sessions have waited, in seconds.
+        How long the queued sessions have waited, in seconds.
+    n_absent : int
+        Number of all.
 
     Returns
     -------
     str
-        Their number and the longest wait. Empty if no session waits.
+        How many start, how many are queued, and the longest wait. Empty if all are connected.
     """
-    return f"{len(waits)} {waiting(max(waits))}" if waits else ""
+    others = f"{n_absent - len(waits)} pending" if n_absent > len(waits) else ""
+    queued = f"{len(waits)} {waiting(max(waits))}" if waits else ""
+    return ", ".join(filter(None, [others, queued]))

@@ -27,6 +27,8 @@ _KEPT_OF_LOG = 50 * 2**20
 _OMITTED = b"\n[output omitted: a log keeps its beginning and its end]\n"
 #: Bytes that are copied at once.
 _PART = 2**18
+#: More bytes than any file of a cluster has that says something of it.
+_LARGEST = 2**25
 #: Seconds between two looks for a scheduler's file, and at its content.
 _POLL_INTERVAL, _STATE_INTERVAL = 0.2, 15.0
 #: Seconds between two signs of life of a scheduler, and how often in a row its cluster must be over then.
@@ -202,18 +204,18 @@ def run(
         print(f"{program} not started: {why}", flush=True)
         return
     output = Log(log)
-    env, temporary = _environment(expanded_variables)
-    command = [*command, *(_expand(word, env) for word in words)]
-    if timeout and scheduler_file in (_list(folder) or []):
-        # The session was queued while the scheduler started. The last one of several equal options counts.
-        command += ["--death-timeout", str(connect_timeout)]
-    if dashboard_variable is not None:
-        # The platform forwards its https entry to this port of the session's loopback. It may differ from the
-        # port of the session that launched this one.
-        port = os.environ.get("CDSW_APP_PORT") or os.environ.get("CDSW_READONLY_PORT") or "8787"
-        command += ["--dashboard-address", f"127.0.0.1:{port}"]
-        env[dashboard_variable] = port
     try:
+        env, temporary = _environment(expanded_variables)
+        command = [*command, *(_expand(word, env) for word in words)]
+        if timeout and scheduler_file in (_list(folder) or []):
+            # The session was queued while the scheduler started. Of several equal options, the last counts.
+            command += ["--death-timeout", str(connect_timeout)]
+        if dashboard_variable is not None:
+            # The platform forwards its https entry to this port of the session's loopback. It may differ from
+            # the port of the session that launched this one.
+            port = os.environ.get("CDSW_APP_PORT") or os.environ.get("CDSW_READONLY_PORT") or "8787"
+            command += ["--dashboard-address", f"127.0.0.1:{port}"]
+            env[dashboard_variable] = port
         for plain, braced in _VARIABLE.findall("\n".join(words)):
             if (plain or braced) not in env:
                 raise RuntimeError(f"${plain or braced} in its arguments is not set")
@@ -244,10 +246,10 @@ def run(
     keeping.join(_DRAIN)
     _end_group(process.pid)
     keeping.join(_DRAIN)
-    shutil.rmtree(temporary, ignore_errors=True)
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
     if gives_signs:
         _enter_end(cluster)
+    shutil.rmtree(temporary, ignore_errors=True)
     # It has no handler for the notice of its session's end before it has started, and after it has closed.
     if process.returncode not in (0, -signal.SIGUSR1):
         found = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
@@ -346,10 +348,10 @@ def _why_over(cluster: _Cluster) -> str | None:
 
     NFS may cache for long that something does not exist. Listing the folder that contains it refreshes this.
     """
-    if _is_gone(cluster.folder):
-        return "its cluster was deleted"
     names = _list(cluster.folder) or []
     found = _read_json(os.path.join(cluster.folder, "record.json")).get("id")
+    if found is None and _is_gone(cluster.folder):
+        return "its cluster was deleted"
     if cluster.record is not None and found not in (None, cluster.record):
         return "another cluster has the name of its cluster"
     if cluster.next_board in names:
@@ -371,8 +373,11 @@ def _list(folder: str) -> list[str] | None:
 def _read_json(path: str) -> dict[str, Any]:
     """Return the content of a file of another process. It is empty if that is not possible now."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        with open(path, "rb", opener=_safely) as file:
-            content = json.loads(file.read())
+        descriptor = _safely(path, os.O_RDONLY)
+        try:  # `open` would ask the file server for more, every few seconds
+            content = json.loads(os.read(descriptor, _LARGEST))
+        finally:
+            os.close(descriptor)
         if isinstance(content, dict):
             return content
     return {}

@@ -20,6 +20,7 @@ extensions = [
     "myst_parser",
     "options",
     "parameters",
+    "sections",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",

@@ -1,36 +1,38 @@
 """Clusters on the local platform, records of clusters without processes, and what tests see of either."""
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from distributed import Scheduler
 from simulated.process import SimulatedProcess
 from simulated.shell import shell
+from simulated.testing import eventually
 from simulated.world import World
 
 from dask_cml import CMLCluster, CMLError, output
-from dask_cml.core import view
+from dask_cml.core.ending import name_others
 from dask_cml.discovery import discover
+from dask_cml.errors import SchedulerTimeout
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import state_directory
 from dask_cml.protocol import Rank
 from dask_cml.records import store
-from dask_cml.records.entries import end_file
 from dask_cml.records.record import Record
+from dask_cml.records.store import end_file
 from dask_cml.sessions.entry import Launch
 
 #: The time at which recorded sessions were launched.
 LAUNCHED = 1790000000
 #: What the first scheduler of a cluster without worker groups begins with.
-WANTED: dict[str, Any] = {"groups": {}}
+WANTED: dict[str, Any] = {"report": {}}
 #: Options of clusters without nannies and without the dashboard, for fixtures that several tests share.
 LIGHT = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
 #: The environment of processes in the session of the tests.
@@ -41,14 +43,28 @@ NIGHT: dict[str, Any] = {"name": "night", "security": True, "shutdown_on_close":
 SCHEDULERS_SESSION = "its scheduler's session"
 
 
+def stopped_clock(monkeypatch: Any, module: ModuleType) -> SimpleNamespace:
+    """Return the clock of a module, which passes when a test changes its `now`."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
 def make(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
-    """Return a cluster that starts when it is awaited."""
     return cls(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
 
 
 def simulate(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
     """Return a cluster on the simulated platform, whose schedulers have no keys."""
     return make(cls, **{"platform": "auto", "security": False, **options})
+
+
+@contextlib.asynccontextmanager
+async def supplied(*cls: type[CMLCluster], n_workers: int, **options: Any) -> AsyncIterator[CMLCluster]:
+    """Simulate a cluster, all workers of which are there when the block begins."""
+    async with simulate(*cls, n_workers=n_workers, **options) as cluster:
+        await eventually(lambda: arrived(cluster) == n_workers)
+        yield cluster
 
 
 async def create_elsewhere(
@@ -72,18 +88,15 @@ async def leave_alone(it: World, **options: Any) -> None:
 
 
 async def shut_down(name: str = "night") -> None:
-    """Shut a cluster down that another process has created."""
     await (await rebuild(name)).shutdown()
 
 
 def scheduler_of(it: World, cluster: CMLCluster) -> Scheduler:
-    """Return the scheduler that runs in the simulated world."""
     [scheduler] = it.sessions.program(cluster.sessions[0].id)
     return scheduler
 
 
 async def create_and_leave(**options: Any) -> None:
-    """Create a cluster that lives without its creator, and leave it."""
     async with make(shutdown_on_close=False, **options):
         pass
 
@@ -93,10 +106,14 @@ def rebuild(name: str, **options: Any) -> CMLCluster:
     return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)
 
 
-def cut_off(cluster: Any) -> Callable[[], None]:
-    """Break the network between a cluster and its scheduler, until the returned function is called."""
+def cut_off(cluster: Any, seconds: float = 0.0) -> Callable[[], None]:
+    """Break the network between a cluster and its scheduler, until the returned function is called.
+
+    The cluster notices it after some seconds.
+    """
 
     async def no_connection(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(seconds)
         raise OSError("no route to host")
 
     def heal() -> None:
@@ -128,7 +145,7 @@ def who_gave_up(cluster: Any) -> Mapping[str, Any]:
 
 
 def board_of(cluster: Any) -> Any:
-    return cluster.sharing.board
+    return cluster.sharing.link.board
 
 
 async def until_written(cluster: Any) -> None:
@@ -148,7 +165,6 @@ def log_of(cluster: CMLCluster) -> str:
 
 
 def live(platform: ModuleType) -> list[dict[str, Any]]:
-    """Return the sessions that run and are not being stopped."""
     return [
         session
         for session in platform.sessions()
@@ -157,7 +173,6 @@ def live(platform: ModuleType) -> list[dict[str, Any]]:
 
 
 def arrived(cluster: CMLCluster) -> int:
-    """Return the number of wanted worker sessions that are connected, of all groups."""
     return sum(group.n_arrived for group in cluster.worker_groups.values())
 
 
@@ -167,6 +182,11 @@ def connected(cluster: CMLCluster) -> set[str]:
 
 def target(cluster: CMLCluster) -> int:
     return cluster.worker_groups["default"].n_workers
+
+
+def has(cluster: CMLCluster, n: int) -> bool:
+    """Whether a keeper or a remote sees so many requested and connected workers."""
+    return arrived(cluster) == target(cluster) == len(cluster.scheduler_info["workers"]) == n
 
 
 def limits(cluster: CMLCluster, group: str = "default") -> tuple[int, int | None] | None:
@@ -198,7 +218,7 @@ def write_record(record: Record) -> Path:
     if record.folder == Path():
         record = replace(record, folder=state_directory() / record.name)
     folder = record.folder
-    store.claim(record, {"groups": asdict(record.scheduler)["groups"]})
+    store.claim(record, {"report": _content(record)["report"]})
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
     store.write_sessions(record, record.launches.values())
@@ -231,18 +251,19 @@ def sign_of(name: str) -> Path:
 
 
 def end(record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
-    """Write into a record that sessions have ended."""
     store.write_sessions(record, [], [end_file(session_id, at) for session_id in ids])
 
 
-def write_scheduler(record: Record, folder: Path) -> None:
-    """Write the file of a record's scheduler."""
+def _content(record: Record) -> dict[str, Any]:
     content = asdict(record.scheduler)
-    number = content.pop("number")
+    return {**content, "report": {"groups": content.pop("groups"), **content["report"]}}
+
+
+def write_scheduler(record: Record, folder: Path) -> None:
     new = folder / "new"
     new.touch(0o600)
-    new.write_text(json.dumps(content))
-    os.replace(new, folder / scheduler_file(number))
+    new.write_text(json.dumps(_content(record)))
+    os.replace(new, folder / scheduler_file(record.scheduler.number))
 
 
 async def create_in(
@@ -260,6 +281,13 @@ async def create_in(
     created: asyncio.Future[CMLCluster] = asyncio.get_running_loop().create_future()
     process.start(create())
     return await created
+
+
+class Named(CMLCluster):
+    """A cluster whose subclass names the workers."""
+
+    def _new_worker_name(self, worker_number: int) -> str:
+        return f"a-w{worker_number}"
 
 
 class ObservedCluster(CMLCluster):
@@ -292,7 +320,7 @@ def is_keeper(cluster: CMLCluster) -> bool:
 
 def manages(cluster: CMLCluster) -> bool:
     """Return whether a process manages a cluster as far as it knows, also without a recent answer."""
-    return cluster._is_keeper
+    return cluster.sharing.is_keeper
 
 
 def manager(name: str) -> str | None:
@@ -301,7 +329,6 @@ def manager(name: str) -> str | None:
 
 
 def n_connected(name: str) -> int:
-    """Return how many Dask workers a cluster's scheduler says are connected."""
     return store.read(name).scheduler.workers.workers
 
 
@@ -319,6 +346,32 @@ def delay_requests(cluster: CMLCluster, seconds: float) -> None:
         return await post(*arguments, **options)
 
     cluster.sharing.link.post = post_later  # type: ignore[method-assign]
+
+
+def lose_first_answer(cluster: CMLCluster, *, is_taken: bool = True) -> None:
+    """Let the scheduler take the next request of a process, or not, and its answer get lost."""
+    link = cluster.sharing.link
+    post = link._post
+
+    async def post_in_vain(*arguments: Any) -> None:
+        link._post = post
+        if is_taken:
+            await post(*arguments)
+        await asyncio.sleep(10.0)
+        raise SchedulerTimeout("no answer")
+
+    link._post = post_in_vain
+
+
+@contextlib.contextmanager
+def without_route(cluster: CMLCluster) -> Iterator[None]:
+    """Let a process reach no other scheduler."""
+
+    async def fail(*_: Any) -> None:
+        raise OSError("no route to host")
+
+    with mock.patch.object(cluster.sharing.link, "join", fail):
+        yield
 
 
 def lose_answers(cluster: CMLCluster) -> None:
@@ -345,11 +398,11 @@ def ask_when_taking_over(cluster: CMLCluster, ask: Callable[[], Any]) -> None:
 
 
 def waits(cluster: CMLCluster) -> list[float]:
-    return view.waits(cluster)
+    return cluster.processes.waits(cluster.sessions)
 
 
 def wanted(cluster: CMLCluster, group: str = "default") -> list[str]:
-    return view.workers_of(cluster, group)
+    return cluster.processes.known(group)
 
 
 def id_on_board(cluster: CMLCluster) -> str:
@@ -366,19 +419,21 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     # of every process
     "asks the scheduler": (lambda cluster: cluster.sharing.link, "ask"),
     "checks the scheduler's release": (lambda cluster: cluster.sharing.link, "_check"),
+    "sends a report": (lambda cluster: cluster.sharing.link, "report"),
     "joins a scheduler": (lambda cluster: cluster.sharing.link, "join"),
     "checks the scheduler": (lambda cluster: cluster.sharing.failover, "check"),
     "takes the board": (lambda cluster: cluster.sharing, "_take_board"),
-    "follows the board": (lambda cluster: cluster.sharing._follower, "take"),
+    "follows the board": (lambda cluster: cluster.sharing.role, "take"),
     # of the keeper
     "looks for losses": (lambda cluster: cluster.losses, "find"),
-    "looks for sessions": (lambda cluster: cluster.processes, "find_sessions"),
+    "looks for sessions": (lambda cluster: cluster.processes, "find_unused"),
     "looks for absent workers": (lambda cluster: cluster.processes, "absent"),
     "asks whether a group adapts": (lambda cluster: cluster.groups, "adapts"),
     "resizes a group": (lambda cluster: cluster.groups, "resize"),
     "drops workers": (lambda cluster: cluster.groups, "drop"),
     "notes a launch": (lambda cluster: cluster.sharing.keeper.journal, "enter"),
     "stops sessions": (lambda cluster: cluster.processes, "stop"),
+    "reports": (lambda cluster: cluster.sharing.keeper, "publish"),
     "writes the record": (lambda cluster: cluster.sharing.keeper.journal, "write"),
 }
 
@@ -411,7 +466,7 @@ def record_of(cluster: Any) -> Record | None:
 
 def follows(cluster: Any) -> bool:
     """Return whether a process shows what another one does that manages the cluster."""
-    return cluster.sharing._follower is not None
+    return not cluster.sharing.is_keeper
 
 
 def spec_of(cluster: CMLCluster, group: str) -> dict[str, Any]:
@@ -439,12 +494,13 @@ def dashboard_listener(cluster: Any) -> Any:
 
 def name_other_clusters(cluster: Any) -> None:
     """Tell the user which other clusters this process has, as at the start of a cluster."""
-    cluster.sharing._name_others()
+    name_others(cluster)
 
 
 async def take_board(cluster: Any, **changes: Any) -> None:
     """Let the keeper take a board with changes, as if users had made them."""
-    await cluster.sharing.keeper.take(replace(board_of(cluster), **changes))
+    change_known_board(cluster, **changes)
+    await cluster.sharing.keeper.take()
 
 
 def change_known_board(cluster: Any, **changes: Any) -> None:
@@ -453,9 +509,8 @@ def change_known_board(cluster: Any, **changes: Any) -> None:
 
 
 async def stop_managing(cluster: Any) -> None:
-    """Let a process no longer manage its cluster, as one that has lost it."""
     await cluster.sharing.keeper.publish(leaves=True)
-    await cluster.sharing._yield()
+    await cluster.sharing.yield_cluster()
 
 
 async def unsubscribe(cluster: Any) -> None:
@@ -472,5 +527,4 @@ def loop_runs(cluster: Any) -> bool:
 
 
 async def outlive_this_process(cluster: CMLCluster) -> None:
-    """Let a cluster run on when this process exits."""
     await cluster.ending.outlive_this_process()

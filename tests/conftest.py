@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -25,6 +23,7 @@ import psutil
 import pytest
 import testbed
 from testbed import cgroups, networks
+from tornado.httpclient import AsyncHTTPClient
 
 from dask_cml import output
 
@@ -44,10 +43,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 TOGETHER = (
     "test_address.py",
     "test_browser.py",
-    "test_dask_local.py",
+    "test_cluster.py",
     "test_jupyter.py",
     "test_panes.py",
-    "test_running.py",
     "test_serve_browser.py",
     "test_sidebar.py",
     "test_workloads.py",
@@ -55,6 +53,12 @@ TOGETHER = (
     "promises/test_said.py",
     "promises/test_start.py",
 )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What runs with the packages of images although it is slow, is slow."""
+    if item.get_closest_marker("images"):
+        item.add_marker("slow")
 
 
 #: Tests between two collections of garbage, which take as long as some tests.
@@ -107,6 +111,7 @@ collect_ignore = [] if importlib.util.find_spec("dask_ctl") else _CTL
 ENDED = ("succeeded", "failed", "stopped", "timedout")
 #: Seconds to wait for what takes a few on a quiet machine: how loaded a machine is, no test can know.
 PATIENCE = 120.0
+AsyncHTTPClient.configure(None, defaults={"connect_timeout": PATIENCE, "request_timeout": PATIENCE})
 
 
 @pytest.fixture
@@ -125,7 +130,6 @@ def platform() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def shared_platform() -> Iterator[ModuleType]:
-    """The same, for all tests of a module together."""
     with local_platform():
         yield testbed
 
@@ -146,15 +150,17 @@ def namespaces(platform: ModuleType) -> ModuleType:
 
 @contextlib.contextmanager
 def local_platform() -> Iterator[None]:
-    from dask_cml.core import at_exit  # imports distributed
+    from dask_cml.core import ending  # imports distributed
 
-    before = at_exit.unclosed()  # of fixtures that several tests share
+    before = ending.unclosed()  # of fixtures that several tests share
     # Not tmp_path, whose length with that of a socket's name may be more than sockets can have. Dask reads
     # its environment variables as Python, which would warn of "cml-8in", but not of "cml_8in".
     directory = Path(tempfile.mkdtemp(prefix="cml_"))
     state_directory = str(directory / "state")
     testbed.set_up(directory / "local")
-    with pytest.MonkeyPatch.context() as patch, dask.config.set({"cml.state-directory": state_directory}):
+    # On a loaded machine, a worker that a nanny starts again takes long.
+    settings = {"cml.state-directory": state_directory, "distributed.deploy.lost-worker-timeout": "5 minutes"}
+    with pytest.MonkeyPatch.context() as patch, dask.config.set(settings):
         patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
         patch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
         # A refused launch is tried again if this process has stopped sessions, here those of other tests.
@@ -163,6 +169,7 @@ def local_platform() -> Iterator[None]:
             stop_grace=0.3,
             variables={"DASK_CML__STATE_DIRECTORY": state_directory},
             memory_limit=cgroups.place("0" * 16) is not None,
+            port_range=own_ports(),
         )
         yield
         testbed.configure(latency=0.0)
@@ -170,7 +177,7 @@ def local_platform() -> Iterator[None]:
         for thread in threading.enumerate():
             if thread.name == "cml-api":  # a call that hung until now may still write
                 thread.join(PATIENCE)
-        unclosed = [cluster.options.name for cluster in at_exit.unclosed() if cluster not in before]
+        unclosed = [cluster.options.name for cluster in ending.unclosed() if cluster not in before]
         leaked = [session for session in testbed.sessions() if session["status"] not in ENDED]
         leaked = [session for session in leaked if not session["stop_requested"]]
         processes = end_all(directory / "local")
@@ -180,6 +187,12 @@ def local_platform() -> Iterator[None]:
     assert not leaked, "the test left sessions live"
     assert not processes, "stopped sessions left processes"
     assert not groups, "sessions left cgroups"
+
+
+def own_ports() -> tuple[int, int]:
+    """Ports for sessions of this process's tests alone: a session listens some seconds after it got one."""
+    begin = 20000 + 1500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
+    return begin, begin + 1500
 
 
 def remove(directory: Path) -> None:
@@ -207,19 +220,18 @@ def end_all(directory: Path) -> list[str]:
 
 
 def cgroups_left() -> list[Path]:
-    """Return the cgroups of this state directory's sessions."""
     paths = [cgroups.place(session["id"]) for session in testbed.sessions()]
     return [path for path in paths if path and path.exists()]
 
 
-def processes_of(directory: Path) -> Iterator[psutil.Process]:
-    """Sessions and their supervisors have the state directory in their environment."""
+def processes_of(owner: Path | str, variable: str = "DASK_CML_LOCAL_DIRECTORY") -> Iterator[psutil.Process]:
+    """Sessions and their supervisors have the state directory in their environment, and sessions their id."""
     for process in psutil.process_iter():
         try:
             environment = process.environ()
         except (psutil.Error, OSError):
             continue
-        if environment.get("DASK_CML_LOCAL_DIRECTORY") == str(directory):
+        if environment.get(variable) == str(owner):
             yield process
 
 
@@ -239,7 +251,7 @@ def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        monkeypatch.setattr("dask_cml.sessions.mesh.HEALTH_PORT", server.server_port)
+        monkeypatch.setattr("dask_cml.sessions.here.MESH_PORT", server.server_port)
         yield status
         server.shutdown()
         thread.join()
@@ -265,8 +277,6 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int
 
 @pytest.fixture
 def until() -> Callable[..., None]:
-    """Wait until a condition holds."""
-
     def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
@@ -278,8 +288,6 @@ def until() -> Callable[..., None]:
 
 @pytest.fixture
 def holds() -> Callable[..., Awaitable[None]]:
-    """Wait in the event loop until a condition holds."""
-
     async def holds(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         async def wait() -> None:
             while not condition():
@@ -324,9 +332,15 @@ def light(monkeypatch: pytest.MonkeyPatch, no_nannies: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def locally(platform: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The local platform, also for commands and the web UI."""
+    with configured(monkeypatch, "platform", "local"):
+        yield platform
+
+
 @contextlib.contextmanager
 def configured(monkeypatch: pytest.MonkeyPatch, option: str, value: object) -> Iterator[None]:
-    """Set an option for this process and those that it starts."""
     monkeypatch.setenv(f"DASK_CML__{option.replace('-', '_').upper()}", str(value))
     with dask.config.set({f"cml.{option}": value}):
         yield

@@ -1,7 +1,5 @@
 """Dashboards of real schedulers and stand-ins of them, and a browser's view of a pane."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -11,6 +9,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+from conftest import PATIENCE
 from distributed import Scheduler
 from schedulers import prepare
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
@@ -49,7 +48,7 @@ async def forwarder(open_comm, **options):
         await made.close()
 
 
-def forwarder_to(address, security=None, timeout=30.0, **options):
+def forwarder_to(address, security=None, timeout=PATIENCE, **options):
     return forwarder(functools.partial(open_comm, address, arguments(security), timeout=timeout), **options)
 
 
@@ -65,13 +64,15 @@ async def forwarded(security=None, **options):
 async def get(port, path="/status", **headers):
     client = AsyncHTTPClient(force_instance=True, max_clients=200)
     url = f"http://127.0.0.1:{port}{path}"
-    request = HTTPRequest(
-        url, headers=headers, request_timeout=120, connect_timeout=120, follow_redirects=False
-    )
     try:
-        return await client.fetch(request, raise_error=False)
+        return await client.fetch(url, headers=headers, follow_redirects=False, raise_error=False)
     finally:
         client.close()
+
+
+def to_socket(url, **headers):
+    """Return a request of a WebSocket, which knows no defaults but Tornado's 20 seconds."""
+    return HTTPRequest(url, headers=headers, connect_timeout=PATIENCE, request_timeout=PATIENCE)
 
 
 class Pane:
@@ -84,7 +85,7 @@ class Pane:
         page = await get(self.address.split(":")[1], self.path)
         token = re.search(r'"token":"([^"]+)"', page.body.decode()).group(1)
         self.socket = await websocket_connect(
-            f"ws://{self.address}{self.path}/ws", subprotocols=["bokeh", token]
+            to_socket(f"ws://{self.address}{self.path}/ws"), subprotocols=["bokeh", token]
         )
         assert (await self.receive())[0]["msgtype"] == "ACK"
         return self

@@ -72,7 +72,6 @@ class ServerProcess:
         return self
 
     def _wait(self) -> None:
-        """Wait until it answers, or has ended."""
         raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
@@ -203,7 +202,8 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=chromium(), args=[*_CHROMIUM])
+        options = {"executable_path": chromium(), "args": [*_CHROMIUM], "timeout": PATIENCE * 1000}
+        running = playwright.chromium.launch(**options)
         try:
             yield running
         finally:
@@ -274,23 +274,18 @@ class Page:
         return self.page.locator(".jp-Dialog").filter(has_not_text=_OF_THEMES)
 
     def scale(self, item: Any, n: int) -> None:
-        item.locator(".dask-ClusterListingItem-scale").click()
-        checkbox = self.dialog.locator("input.dask-ScalingCheckbox")
-        if checkbox.is_checked():
-            checkbox.click()
-        self.dialog.locator("input.dask-ScalingInput").nth(0).fill(str(n))
-        self.dialog.locator("button.jp-mod-accept").click()
-        self.dialog.wait_for(state="detached")
+        self._scale(item, False, (0, n))
 
     def adapt(self, item: Any, minimum: int, maximum: int) -> None:
+        self._scale(item, True, (2, maximum), (1, minimum), (2, maximum))
+
+    def _scale(self, item: Any, adapts: bool, *numbers: tuple[int, int]) -> None:
         item.locator(".dask-ClusterListingItem-scale").click()
         checkbox = self.dialog.locator("input.dask-ScalingCheckbox")
-        if not checkbox.is_checked():
+        if checkbox.is_checked() is not adapts:
             checkbox.click()
-        inputs = self.dialog.locator("input.dask-ScalingInput")
-        inputs.nth(2).fill(str(maximum))
-        inputs.nth(1).fill(str(minimum))
-        inputs.nth(2).fill(str(maximum))
+        for i, number in numbers:
+            self.dialog.locator("input.dask-ScalingInput").nth(i).fill(str(number))
         self.dialog.locator("button.jp-mod-accept").click()
         self.dialog.wait_for(state="detached")
 
@@ -350,8 +345,6 @@ def pictured(request: Any, folder: Path, server: ServerProcess) -> Iterator[list
 
 
 class Pane:
-    """A pane of the dashboard."""
-
     def __init__(self, frame: Any) -> None:
         self._canvases = frame.locator(".bk-Canvas canvas")
         #: Of the cluster's map, which is no canvas.

@@ -1,15 +1,14 @@
 """A stand-in for the clusters of ``dask cml serve``, with clusters in every state that the pages show."""
 
-from __future__ import annotations
-
 import copy
+import time
 import zlib
 from typing import Any
 
 from dask_cml.errors import NoSuchCluster
 from dask_cml.records.history import EndedCluster
 from dask_cml.records.record import Record
-from dask_cml.records.usage import SessionHours, Usage
+from dask_cml.records.usage import SessionHours, Usage, usage_of
 from dask_cml.sessions.entry import Launch
 
 GIB = 2**30
@@ -64,6 +63,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
 
 def several() -> list[dict[str, Any]]:
     gpus = group("gpu", 2, 1, cpu=8.0, memory=64.0, nvidia_gpu=1, nthreads=8, resources={"GPU": 1.0})
+    nothing = dict.fromkeys(("threads", "memory", "session_hours", "tasks_done"))
     adapting = group("default", 3, 3, adapts={"minimum": 0, "maximum": 10})
     return [
         cluster(
@@ -96,27 +96,15 @@ def several() -> list[dict[str, Any]]:
             session_hours=0.0,
             tasks_done=None,
         ),
-        cluster(
-            "night",
-            status="failed",
-            problem=REFUSED,
-            threads=None,
-            memory=None,
-            age=40.0,
-            session_hours=None,
-            tasks_done=None,
-        ),
+        cluster("night", status="failed", problem=REFUSED, age=40.0, **nothing),
         cluster(
             "old",
             status="not answering",
-            words="not answering",
             problem="its scheduler did not answer within 5 s",
-            threads=None,
-            memory=None,
             age=500000.0,
             by=None,
             kept=False,
-            tasks_done=None,
+            **nothing | {"session_hours": 8.25},
         ),
     ]
 
@@ -230,7 +218,10 @@ class StandInClusters:
         return chosen
 
     def describe(self) -> list[dict[str, Any]]:
-        return copy.deepcopy(self.found)
+        found = copy.deepcopy(self.found)
+        return [
+            known | {"usage": usage_of(self.find(known["name"]), time.time()).to_json()} for known in found
+        ]
 
     async def details(self, name: str) -> dict[str, Any]:
         for known in self.describe():

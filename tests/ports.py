@@ -1,7 +1,5 @@
 """Ports for programs that are told where to listen."""
 
-from __future__ import annotations
-
 import random
 import socket
 
@@ -20,3 +18,8 @@ def free_port() -> int:
                 continue
             return port
     raise AssertionError("no port is free")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

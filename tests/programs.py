@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 
-#: Seconds within which a program must have ended.
-PATIENCE = 120
+from conftest import PATIENCE
 
 
 class Program:
-    """A Python program that makes clusters; it prints "ready" when it may be disturbed.
-
-    Parameters
-    ----------
-    code : str
-        Runs as its main module, with what tests need most imported. Indented lines are dedented.
-    **variables : str
-        More environment variables.
-    """
+    """A Python program that makes clusters; it prints "ready" when it may be disturbed."""
 
     def __init__(self, code: str, **variables: str) -> None:
         head = "import asyncio, os, signal, sys, threading, time\nfrom dask_cml import CMLCluster\n"
@@ -50,3 +44,21 @@ class Program:
         # Of an unclosed cluster Dask may say that it has open connections.
         lines = [line for line in err.splitlines(keepends=True) if "WARNING - rpc object" not in line]
         return self.process.returncode, out, "".join(lines)
+
+
+#: Text that would steer a terminal: its title, its screen, and the direction of its writing.
+STEERING = "\x1b]0;title\x07\x1b[2J\u202e\u200f"
+
+
+def in_a_terminal(command: Sequence[str], **variables: str) -> tuple[int, str]:
+    ours, theirs = pty.openpty()
+    output = b""
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with subprocess.Popen(command, env={**os.environ, **variables}, **streams) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while chunk := os.read(ours, 65536):
+                output += chunk
+        status = process.wait(240)
+    os.close(ours)
+    return status, output.decode()

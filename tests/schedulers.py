@@ -1,7 +1,5 @@
 """A real scheduler with dask-cml's plugin, in the test's own event loop."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -47,7 +45,7 @@ def prepare(
         "restarts": restarts,
         "orphan_timeout": orphan_timeout,
         "patience": patience,
-        "groups": {"default": {}, **groups},
+        "report": {"groups": {"default": {}, **groups}},
     }
     file = folder / board_file(number)
     file.touch(0o600)
@@ -56,13 +54,11 @@ def prepare(
 
 
 def begin_with(folder: Path, number: int, **content: Any) -> None:
-    """Write more of what a scheduler begins with."""
     file = prepare(folder, number=number) / board_file(number)
     file.write_text(json.dumps(json.loads(file.read_text()) | content))
 
 
 def post(number: int = 1, sender: str = "a", **request: Any) -> dict[str, Any]:
-    """Return the message of a process whose user asks for something."""
     return {"sender": sender, "number": number, "request": request}
 
 
@@ -76,7 +72,6 @@ def report(**values: Any) -> dict[str, Any]:
 async def scheduler_in(
     folder: Path, *, number: int = 0, security: Security | None = None
 ) -> AsyncIterator[Scheduler]:
-    """Run the scheduler of a cluster whose folder is prepared."""
     running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", security=security)
     async with running:
         plugin = CMLSchedulerPlugin(folder, number, ForeignSockets())

@@ -1,7 +1,5 @@
 """A real ``dask cml serve``, for tests in a browser and for the documentation's pictures."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -77,7 +75,6 @@ class PageServer(ServerProcess):
         self.until_runs(name, options.get("n_workers", 0))
 
     def until_runs(self, name: str, n: int) -> None:
-
         def runs() -> bool:
             found = self.clusters.get(name, {})
             assert found.get("status") != "failed", found

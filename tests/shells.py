@@ -1,7 +1,5 @@
 """``dask cml``, as a user has it in a shell: in this process, which is quick, or in one of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -29,7 +27,6 @@ def run_json(*words: object) -> Any:
 
 
 def command(*words: object) -> list[str]:
-    """Return the command line of a process."""
     return [sys.executable, "-m", "dask", "cml", *(str(word) for word in words)]
 
 

@@ -1,7 +1,5 @@
 """Adaptive scaling of a cluster: it counts sessions, and only the keeper scales, whoever has asked for it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from itertools import product
@@ -10,6 +8,7 @@ import pytest
 from clusters import (
     adapting_of,
     arrived,
+    create_elsewhere,
     cut_off,
     is_keeper,
     limits,
@@ -18,6 +17,7 @@ from clusters import (
     scheduler_of,
     simulate,
     start_time,
+    supplied,
     target,
     until_written,
 )
@@ -53,7 +53,6 @@ class Work:
         return self.cheapest
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @pytest.mark.parametrize(("bounds", "tasks", "n"), [((2, 9), 0, 2), ((0, 9), 17, 5)])
 @simulated
@@ -72,12 +71,10 @@ async def test_sessions_are_counted_not_their_dask_workers(it, bounds, tasks, n)
         await eventually(lambda: len(cluster.workers) == bounds[0])
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @simulated
 async def test_sessions_that_are_not_connected_are_closed_first(it):
-    async with simulate(name="mine", n_workers=3) as cluster:
-        await eventually(lambda: arrived(cluster) == 3)
+    async with supplied(name="mine", n_workers=3) as cluster:
         it.platform.doom("silent", times=2)
         cluster.scale(5)
         await eventually(lambda: len(cluster.workers) == 5)
@@ -93,7 +90,6 @@ async def test_sessions_that_are_not_connected_are_closed_first(it):
         assert {choice["memory_ratio"] for choice in work.choices} == {3}  # the user's argument
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @simulated
 async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tasks(it):
@@ -138,6 +134,14 @@ async def test_a_question_without_an_answer_does_not_end_adapting(it, fault, cap
 
 
 @simulated
+async def test_adapting_closes_workers_by_the_groups_of_their_key(it):
+    async with supplied(n_workers=2) as cluster:
+        for key, closed in (lambda worker: "all", 0), (lambda worker: worker.name, 1):
+            adaptive = cluster.adapt(minimum=0, maximum=2, interval="1 hour", worker_key=key)
+            assert len(await adaptive.workers_to_close(1)) == closed
+
+
+@simulated
 async def test_a_group_that_adapts_may_be_deleted_and_added_again(it):
     async with simulate(name="mine", worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
         Work(it, cluster, gpu_tasks=2)
@@ -152,9 +156,6 @@ async def test_a_group_that_adapts_may_be_deleted_and_added_again(it):
         assert not cluster.workers
         cluster.adapt(1, 1, worker_group="gpu", **FAST)
         await eventually(lambda: {*cluster.workers} == {"mine-gpu-2"})
-
-
-# -- who adapts
 
 
 @simulated
@@ -174,7 +175,6 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         assert target(cluster) == target(remote) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @simulated
 async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers(it):
@@ -197,25 +197,32 @@ async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers
             await asyncio.sleep(20)
             assert target(cluster) == target(remote) == n
             assert replaced.periodic_callback is adaptive.periodic_callback is None
-
-
-# -- classes and arguments
+        adaptive = remote.adapt(0, 1)
+        await eventually(lambda: limits(cluster) == (0, 1))
+        await remote.close()
+        adaptive.stop()  # as at the end of its own process
+        assert limits(cluster) == (0, 1)
 
 
 @simulated
 async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it):
-    invalid = [{"interval": 0}, {"target_duration": 0}, {"wait_count": -1}, {"wait_count": 1.5}]
+    invalid = [
+        {"interval": 0},
+        {"target_duration": 0},
+        {"target_duration": "x"},
+        {"wait_count": -1},
+        {"wait_count": 1.5},
+    ]
     another = {"Adaptive": Adaptive, "worker_group": "gpu"}
     async with simulate(name="mine", worker_groups={"gpu": {}}) as cluster, rebuild("mine") as remote:
         for user, options in product([remote, cluster], [*invalid, another]):
-            with pytest.raises(ValueError, match=f"invalid {next(iter(options))}="):
+            with pytest.raises((TypeError, ValueError), match=f"invalid {next(iter(options))}="):
                 user.adapt(1, 3, **options)
             await until_written(user)
             for group in "default", "gpu":
                 assert limits(cluster, group) is limits(remote, group) is None
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @pytest.mark.parametrize(
     ("where", "who"), [("cluster", "cluster"), ("cluster", "remote"), ("remote", "remote")]
@@ -247,7 +254,6 @@ async def test_a_user_who_scales_stops_an_adaptive_of_another_class(it, where, w
         assert adaptive.periodic_callback is None
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @simulated
 async def test_another_class_goes_on_although_nobody_holds_it_until_the_cluster_adapts_otherwise(it):
@@ -260,9 +266,25 @@ async def test_another_class_goes_on_although_nobody_holds_it_until_the_cluster_
         wanted.append(2)
         await eventually(lambda: arrived(cluster) == 2, seconds=60.0)
         former = cluster._adaptive
+        await former.cluster.scale_down(["laptop"])  # a Dask worker that a user has joined
         cluster.adapt(3, 3)
         await eventually(lambda: arrived(cluster) == 3)
         assert former.periodic_callback is None
+
+
+@simulated
+async def test_an_adaptive_of_another_class_goes_on_when_its_process_takes_over_with_its_requests(it):
+    creator = await create_elsewhere(it, name="mine", n_workers=1)
+    async with rebuild("mine", shutdown_on_close=True) as remote:
+        await eventually(lambda: arrived(remote) == 1)
+        [scheduler] = it.sessions.program(remote.sessions[0].id)
+        wanted = [2]
+        scheduler.handlers["adaptive_target"] = lambda **_: wanted[-1]
+        creator.kill()
+        remote.adapt(Adaptive=Adaptive, interval="1 s", wait_count=1)
+        await eventually(lambda: is_keeper(remote) and arrived(remote) == 2)
+        wanted.append(3)
+        await eventually(lambda: arrived(remote) == 3)
 
 
 @simulated
@@ -283,9 +305,6 @@ async def test_the_next_keeper_adapts_and_knows_start_times_and_the_object_of_th
         adaptive.stop()
         await until_written(cluster)
         await eventually(lambda: limits(other) is limits(cluster) is None)
-
-
-# -- classes of users
 
 
 def wanting(cls):

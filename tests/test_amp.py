@@ -1,13 +1,9 @@
 """The project as an AMP: its description is what CML reads, and its scripts do what that says."""
 
-from __future__ import annotations
-
-import contextlib
 import datetime
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -15,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import PATIENCE
+from ports import listens
 
 from dask_cml.records import store
 
@@ -87,9 +85,6 @@ def test_the_variables_have_a_default_and_a_description_and_the_documentation_na
         assert f"`{name}`" in page
 
 
-# --- the installation
-
-
 def write_packages(folder, packages):
     """Have a folder look as if these packages were installed there."""
     for name, version in packages.items():
@@ -121,19 +116,14 @@ def image(tmp_path, monkeypatch):
     home = tmp_path / "home"
     monkeypatch.setenv("PYTHONUSERBASE", str(home))
     monkeypatch.setenv("CALL", str(tmp_path / "call"))
-    user_site = user_site_of(home)
+    program, base = "import site; print(site.getusersitepackages())", {"PYTHONUSERBASE": str(home)}
+    site = subprocess.check_output([sys.executable, "-c", program], env={**os.environ, **base}, text=True)
+    user_site = Path(site.strip())
     write_packages(user_site, {"tornado": "7.0", "bokeh": "3.9"})
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(user_site), str(folder)]))
     (tmp_path / "project" / ".ci" / "images").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "project")
     return folder
-
-
-def user_site_of(base):
-    program = "import site; print(site.getusersitepackages())"
-    env = {**os.environ, "PYTHONUSERBASE": str(base)}
-    command = [sys.executable, "-c", program]
-    return Path(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip())
 
 
 def install(tmp_path):
@@ -171,9 +161,6 @@ def test_it_keeps_the_packages_of_an_image_that_no_file_of_constraints_describes
         assert ("tornado 6.5 instead of 6.4" in done.stdout) is bool(constraints)
 
 
-# --- the check and the application, as sessions run them
-
-
 @pytest.fixture
 def quota(platform):
     """The quota that CML has on premises by default."""
@@ -195,7 +182,7 @@ def test_the_check_computes_on_a_cluster_within_the_default_quota(quota, amp, un
     monkeypatch.chdir(ROOT)
     task = tasks(amp, "run_session")[1]
     session_id = launch(quota, task, script=task["script"])
-    until(lambda: status(quota, session_id) not in ("scheduling", "starting", "running"))
+    until(lambda: status(quota, session_id) not in ("scheduling", "starting", "running"), 2 * PATIENCE)
     log = quota.log(session_id)
     assert status(quota, session_id) == "succeeded", log
     assert "dask-cml works: a cluster of one worker started, computed and shut down in" in log
@@ -212,13 +199,6 @@ def ask(port, path, body=None, method=None):
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers, method=method)
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
-
-
-def listens(port):
-    with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        return True
-    return False
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """JupyterLab in Chromium: the sidebar's buttons, with a scheduler on a loopback of its own where possible."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -61,13 +59,9 @@ def opened(chrome, server, request, tmp_path):
             return Page(context.new_page(), server)
 
         yield opened
-    assert live(server) == []
-
-
-def live(server):
     for model in server.clusters.values():
         server.request("DELETE", f"dask/clusters/{model['id']}")
-    return store.records()
+    assert store.records() == []
 
 
 def test_the_sidebar_creates_scales_and_shuts_down_a_cluster(opened, server):
@@ -86,7 +80,7 @@ def test_the_sidebar_creates_scales_and_shuts_down_a_cluster(opened, server):
     lab.show("work.ipynb")
     lab.insert_client_code(item)
     lab.run_cells()
-    assert_shows(lab.notebook, "bytes: 4000000")
+    lab.notebook.filter(has_text="bytes: 4000000").wait_for()
     lab.show("Task Stream")
     until(lambda: stream.coloured > empty + 1000)
     for title in ("Workers", "Progress", "Workers Memory"):
@@ -101,7 +95,3 @@ def test_the_sidebar_creates_scales_and_shuts_down_a_cluster(opened, server):
     lab.shut_down(item)
     lab.lists_no(item)
     assert store.records() == []
-
-
-def assert_shows(element, text):
-    element.filter(has_text=text).wait_for()

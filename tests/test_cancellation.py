@@ -1,7 +1,5 @@
 """Waiting for events and tasks that are cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,6 @@
 """``dask cml``, as a user has it in a shell."""
 
-from __future__ import annotations
-
+import asyncio
 import re
 from dataclasses import replace
 
@@ -12,17 +11,21 @@ from click.testing import CliRunner
 from clusters import (
     ObservedCluster,
     arrived,
+    create_elsewhere,
     limits,
     live,
     sessions,
     simulate,
+    target,
+    who_gave_up,
     write_record,
 )
+from distributed import Client
 from ports import free_port
+from programs import STEERING, in_a_terminal
 from shells import command, run, run_json, started
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
-from terminals import STEERING, in_a_terminal
 
 import dask_cml
 from dask_cml import cli
@@ -34,14 +37,8 @@ from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.sessions import tls
 from dask_cml.words import format_duration, printable
 
+pytestmark = pytest.mark.usefixtures("locally", "no_nannies")
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
-
-
-@pytest.fixture(autouse=True)
-def locally(platform, no_nannies, monkeypatch):
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
-    with dask.config.set({"cml.platform": "local"}):
-        yield
 
 
 def listed(name):
@@ -50,23 +47,15 @@ def listed(name):
     return row
 
 
-def add_record(name, address=None, **more):
-    launches = more.get("launches", {}).values()
-    launched = (launch.id for launch in launches if launch.key == "scheduler")
-    scheduler = SchedulerState(address=address, session=next(launched, None))
-    record = Record(name, maker=NOBODY, options={"platform": "local"}, scheduler=scheduler, **more)
-    write_record(record)
-    return record
-
-
 def add_stale(name, **more):
     """Write the record of a cluster with keys, at whose address nobody answers."""
     keys, files = tls.as_files(True, state_directory() / name)
-    add_record(name, f"tls://127.0.0.1:{free_port()}", security=tls.paths(keys), **more)
+    launches = more.get("launches", {}).values()
+    launched = (launch.id for launch in launches if launch.key == "scheduler")
+    scheduler = SchedulerState(address=f"tls://127.0.0.1:{free_port()}", session=next(launched, None))
+    more |= {"options": {"platform": "local"}, "scheduler": scheduler, "security": tls.paths(keys)}
+    write_record(Record(name, maker=NOBODY, **more))
     tls.write(files)
-
-
-# -- a cluster's life
 
 
 @pytest.mark.slow
@@ -93,24 +82,45 @@ def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     assert store.records() == []
 
 
-# -- commands on a cluster, and who keeps it
-
-
 @pytest.mark.slow
 @simulated
 async def test_the_keeper_does_what_commands_ask_for(it):
     async with simulate(name="mine", security=True) as cluster:
         with dask.config.set({"cml.limits.sessions": 3}):
             words = "expected at most 2, because cml.limits.sessions is 3, in Dask's configuration"
-            assert f"Error: invalid n=3: {words}" in await shell("scale", "mine", 3, code=1)
-            added = await shell("group", "add", "mine", "big", "--n-workers", 3, code=1)
-            assert f"Error: invalid n_workers=3: {words}" in added
+            for arguments, error in [
+                (("scale", "mine", 3), f"N=3: {words}"),
+                (("group", "add", "mine", "big", "--n-workers", 3), f"--n-workers=3: {words}"),
+                (("group", "add", "mine", "0"), "GROUP='0': expected at most 40 letters"),
+                (("scale", "mine", 1, "--group", "gpu"), "--group='gpu': expected one of 'default'"),
+                (("group", "delete", "mine", "gpu"), "GROUP='gpu': expected one of those that exist"),
+                (("adapt", "mine", 2, 1), "MAXIMUM=1: expected at least the minimum, 2 worker sessions"),
+            ]:
+                assert f"Error: invalid {error}" in await shell(*arguments, code=2)
             assert await shell("adapt", "mine", 0) == "Cluster mine adapts between 0 and 2 workers\n"
         assert await shell("adapt", "mine", 1, 2) == "Cluster mine adapts between 1 and 2 workers\n"
         await eventually(lambda: arrived(cluster) == 1)
         assert limits(cluster) == (1, 2)
+        assert " of 1 (adapts between 1 and 2)" in await shell("group", "list", "mine")
         it.platform.doom("fails", times=10)
         assert "no new workers after 5 failures" in await shell("scale", "mine", 2, code=1)
+        it.platform.heal()
+        it.platform.doom("silent")
+        waiting = asyncio.create_task(shell("scale", "mine", 2, code=1))
+        await eventually(lambda: target(cluster) == 2 and who_gave_up(cluster) == {})
+        await cluster.shutdown()
+        assert "Error: the cluster mine has shut down: closed by" in await waiting
+
+
+@simulated
+async def test_info_names_the_command_with_which_a_cluster_without_a_manager_adapts_again(it):
+    creator = await create_elsewhere(it, name="lab", orphan_timeout="5 minutes")
+    await shell("adapt", "lab", 1, 2)
+    async with Client("cml://lab", asynchronous=True):
+        creator.kill()
+        await asyncio.sleep(60.0)
+        assert "nothing adapts until you run `dask cml adapt lab 1 2`" in await shell("info", "lab")
+    await eventually(lambda: not it.platform.live)
 
 
 def test_list_and_info_show_what_is_left_and_the_command_that_removes_it():
@@ -125,13 +135,16 @@ def test_list_and_info_show_what_is_left_and_the_command_that_removes_it():
     table, info = run("list"), run("info", "left")
     assert "https://a/" not in table
     problem = "its scheduler has closed: orphaned; run `dask cml delete left`\n"
-    assert f"\nProblem of left: {problem}" in table
-    assert f"\nproblem    {problem}" in info
+    assert f"\nEnd of left: {problem}" in table
+    assert f"\nend        {problem}" in info
     assert "bbbb  left-0  if it still runs\n" in info
+    write_record(Record("far", maker=NOBODY, options={"platform": "cml"}))
+    deleted = run("delete", "left", "far", "--reason", "not used", code=1)
+    assert "Cluster left deleted\nError: cluster far not deleted: " in deleted
+    assert deleted.endswith(". To try again: `dask cml delete far`\n")
+    assert [record.name for record in store.records()] == ["far"]
+    assert "orphaned; not used" in run("history")
     assert run("--version") == f"dask-cml, version {dask_cml.__version__}\n"
-
-
-# -- logs
 
 
 @pytest.fixture
@@ -154,8 +167,8 @@ def test_logs_of_a_cluster_whose_scheduler_is_gone(write_log):
     assert run("logs", "left", "left-0") == worker
     assert run("logs", "left", "Scheduler") == scheduler
     assert run("logs", "left", "left-2") == "No logs of left yet\n"
-    assert run("logs", "left", "left-0", "left-1", code=1) == (
-        "Error: invalid worker 'left-1': expected one of Cluster, Scheduler, left-0, left-2\n"
+    assert run("logs", "left", "left-0", "left-1", code=2) == (
+        "Error: invalid WORKER='left-1': expected one of Cluster, Scheduler, left-0, left-2\n"
     )
     # It has printed no line yet, and the documentation asks for both logs.
     assert run("logs", "left", "Cluster", "Scheduler") == scheduler
@@ -205,9 +218,6 @@ def test_logs_are_followed_until_the_cluster_is_gone(write_log):
         assert process.stderr.read() == "Cluster left shut down\n"
 
 
-# -- what create is given
-
-
 @pytest.fixture
 def given(monkeypatch):
     """What CMLCluster is called with; it is not made."""
@@ -249,8 +259,9 @@ def test_create_takes_every_kind_of_option(given):
     kwargs = given("--inherit", "sql kafka", "--limits-hours", 8)
     assert (kwargs["inherit"], kwargs["limits.hours"]) == (("sql", "kafka"), 8)
     assert "limits_hours" not in kwargs
-    error = run("create", "--limits-hours", 0, code=1)
-    assert error.startswith("Error: invalid limits_hours=0: expected a number")
+    error = run("create", "--limits-hours", 0, code=2)
+    assert error.startswith("Error: invalid --limits-hours=0: expected a number")
+    assert given("--env", '{"A": "1"}', "--resources", "GPU=1")["env"] == {"A": "1"}
 
 
 def test_an_idle_cluster_shuts_down_after_an_hour_by_default(given):
@@ -265,13 +276,20 @@ def test_an_idle_cluster_shuts_down_after_an_hour_by_default(given):
 
 
 def test_an_invalid_option_is_refused_before_a_launch(platform):
-    invalid = {"--cpu=-1": 1, "--cpu=many": 1, "--env=A": 1, "--worker-args='": 1, "--platform=mine": 2}
-    for option, code in invalid.items():
-        assert "Error: " in run("create", option, code=code)
+    for option, words in {
+        "--cpu=-1": "invalid --cpu=-1: expected a number",
+        "--cpu=many": "invalid --cpu='many': expected a number",
+        "--env=A": "invalid --env: expected NAME=VALUE",
+        "--worker-args='": "invalid --worker-args: expected a command line",
+        "--platform=mine": "",
+        "--resources=GPU=0": "invalid --resources['GPU']=0: expected a number",
+        "--processes=99": "invalid --processes=99: expected at most 13, with --memory=2 GiB",
+    }.items():
+        assert f"Error: {words}" in run("create", option, code=2)
     assert "'--n-workers': 'lots'" in run("create", "--n-workers", "lots", code=2)
     with dask.config.set({"cml.limits.sessions": 3}):
-        words = "invalid n_workers=3: expected at most 2, because cml.limits.sessions is 3, in Dask's"
-        assert words in run("create", "--n-workers", 3, code=1)
+        words = "invalid --n-workers=3: expected at most 2, because cml.limits.sessions is 3, in Dask's"
+        assert words in run("create", "--n-workers", 3, code=2)
     assert platform.sessions() == []
 
 
@@ -305,9 +323,6 @@ def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypat
     group = run("group", "add", "--help")
     assert "The scheduler's session:" not in group
     assert "[default: 0]" not in group
-
-
-# -- terminals
 
 
 def test_progress_is_for_terminals_only(capsys, monkeypatch):

@@ -1,7 +1,5 @@
 """A cluster in an event loop, as the JupyterLab sidebar uses it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -17,6 +15,7 @@ from clusters import (
     is_connected,
     rebuild,
     scheduler_number,
+    scheduler_of,
     simulate,
 )
 from distributed import Worker
@@ -26,17 +25,9 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLCluster, CMLError
 from dask_cml.dashboard.proxy import DashboardForwarder
 from dask_cml.options import state_directory
+from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
-
-
-@simulated
-async def test_scale_down_takes_names_of_workers(it):
-    async with simulate(n_workers=2, cpu=2, processes=2, worker_args=[]) as cluster:
-        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 4)
-        await cluster.scale_down([f"{cluster.name}-0-1"])
-        await eventually(lambda: set(cluster.workers) == {f"{cluster.name}-1"})
-        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
 
 
 @simulated
@@ -120,9 +111,11 @@ async def test_wait_for_workers_says_after_its_timeout_what_the_platform_refuses
                 TimeoutError, match=r"^Only 2/4 workers .* 2 s: 2 of 4 workers launched: .*quota"
             ):
                 await cluster.wait_for_workers(4, timeout="2 s")
+        scheduler_of(it, creator).handlers["identity"] = lambda: asyncio.sleep(3600)
+        with pytest.raises(TimeoutError, match=r"^Only 0/1 workers arrived"):
+            await creator.wait_for_workers(1, timeout="2 s")
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @simulated
 async def test_wait_for_workers_fails_as_soon_as_no_other_worker_is_to_connect(it):
@@ -159,24 +152,28 @@ async def test_wait_for_workers_does_not_ask_a_lost_scheduler(it):
         assert time.monotonic() - begin < 25  # Dask tries to connect for 30 s
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @simulated
-async def test_workers_with_odd_names_that_others_have_started_spoil_nothing(it):
+async def test_workers_with_odd_names_that_others_have_started_stay_and_spoil_nothing(it, caplog):
     async with (
-        simulate(name="mine", n_workers=1) as cluster,
+        simulate(name="mine", n_workers=1, silence_logs=False) as cluster,
         rebuild("mine") as remote,
-        contextlib.AsyncExitStack() as others,
+        contextlib.AsyncExitStack() as stack,
     ):
-        for name in ("x" * 10_000, ("a", 1), "mine-0-", "\x1b[31m", 0.5):
+        names, others = ("x" * 10_000, ("a", 1), "mine-0-", "\x1b[31m", 0.5, 5, "mine"), []
+        for name in names:
             other = Worker(cluster.scheduler_address, name=name, security=cluster.security)
-            await others.enter_async_context(other)
-        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 6)
+            others.append(await stack.enter_async_context(other))
+        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 1 + len(names))
         cluster.scale(2)
         await eventually(lambda: arrived(cluster) == arrived(remote) == 2)
         assert cluster.problem is remote.problem is None
         cluster.scale(0)
         await eventually(lambda: not cluster.workers)
+        await asyncio.sleep(timing.strays + timing.stray)
+        assert cluster.observed == {*names}
+        assert {other.status for other in others} == {Status.running}
+    assert "Cannot manage" not in caplog.text
 
 
 def test_an_asynchronous_cluster_needs_an_event_loop(platform):

@@ -1,19 +1,21 @@
-"""What sessions run: the code is run for real, by IPython as on the platform, and by Python."""
-
-from __future__ import annotations
+"""What sessions run, and their names: the code is run for real, by IPython as on the platform and Python."""
 
 import ast
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
+import dask
 import pytest
+from clusters import log_of, make
+from distributed import Client
 from distributed.security import Security
 
 from dask_cml.layout import (
@@ -26,9 +28,11 @@ from dask_cml.layout import (
     board_file,
     scheduler_file,
 )
+from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, dask_names, read_name, session_name, session_of
 from dask_cml.options import Options
 from dask_cml.sessions.entry import Launch, file_name, parse
 from dask_cml.sessions.plan import PRELOAD, Place, plan_scheduler, plan_worker
+from dask_cml.worker import process
 
 #: Text that shells, format strings and IPython each read something into.
 NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
@@ -51,15 +55,14 @@ shell.history_manager.enabled = False
 sys.exit(not shell.run_cell(open(sys.argv[1], encoding='utf-8').read(), store_history=False).success)
 """
 
-#: What a session says whose program it has ended: by SIGINT or, if that takes long, by SIGKILL.
-ENDED = re.compile("exit status -(2|9);")
+#: What a session says whose program it has ended: by SIGINT, even while Python starts, or late by SIGKILL.
+ENDED = re.compile("exit status (1|-2|-9);")
 #: The id of a cluster's record.
 RECORD = "0123456789abcdef"
 
 
 @pytest.fixture
 def folder(request, tmp_path):
-    """The cluster's folder."""
     folder = tmp_path / getattr(request, "param", "plain")
     folder.mkdir()
     (folder / LOGS_FOLDER).mkdir()
@@ -104,7 +107,6 @@ def run(request, tmp_path):
 
 
 def arguments(plan):
-    """The arguments that the program printed."""
     lines = plan.log.read_text(errors="replace").splitlines()
     return next(json.loads(line) for line in lines if line.startswith('["'))
 
@@ -126,9 +128,6 @@ def read(**options):
 
 with_nasty_names = pytest.mark.parametrize("folder", ["plain", NASTY], ids=["plain", "nasty"], indirect=True)
 in_ipython = pytest.mark.parametrize("run", ["ipython"], indirect=True)
-
-
-# -- run for real
 
 
 @with_nasty_names
@@ -262,9 +261,6 @@ def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
     assert int(lost[1]) > 10**5
 
 
-# -- sessions of a cluster's record
-
-
 def entries(folder):
     return sorted(path.name for path in (folder / SESSIONS_FOLDER).iterdir())
 
@@ -295,9 +291,6 @@ def test_a_session_that_its_launcher_did_not_enter_into_the_record_enters_itself
     run(plan_worker(options, place, "mine-1", None), **{**session, "CDSW_ENGINE_ID": "qrstuvwx12345678"})
     assert len(entries(folder)) == 2
     assert known in entries(folder)
-
-
-# -- as planned
 
 
 def argv(plan):
@@ -388,3 +381,139 @@ def test_a_plan_as_text_shows_size_code_and_names_of_variables(tmp_path):
     assert text.endswith(plan.code)
     compile(text, "session", "exec")
     assert "s3cr3t" not in f"{plan} {plan!r} {options!r}"
+
+
+CLUSTERS = ("mine", "mine-gpu", "mine-0", "a b", "ü-1")
+GROUPS = (DEFAULT_GROUP, "gpu", "big-memory", "g2", "A_b-c", "gpu-1", "gpu-1-0", "a-2b-c-3")
+
+
+@pytest.mark.parametrize("processes", [1, 2, 12])
+def test_names_of_workers_say_their_group_and_number(processes):
+    for cluster, group, number in product(CLUSTERS, GROUPS, (0, 7, 1234)):
+        session = session_name(cluster, group, number)
+        for name in {session, *dask_names(session, processes)}:
+            assert read_name(cluster, name) == (group, number)
+
+
+def test_no_two_sessions_share_a_name():
+    whose = {}
+    for group, number, processes in product(GROUPS, range(13), (1, 12)):
+        session = session_name("mine", group, number)
+        for name in {session, *dask_names(session, processes)}:
+            assert whose.setdefault(name, (group, number)) == (group, number)
+
+
+async def test_a_dask_worker_repeats_the_name_and_group_of_its_session(tmp_path, monkeypatch):
+    plan = plan_worker(Options.read(name="mine"), Place(tmp_path), "a-w0", None, "gpu")
+    for name, value in plan.env.items():
+        monkeypatch.setenv(name, value)
+    assert session_of("mine", "a-w0-1", await process._about(None)) == ("gpu", "a-w0")
+
+
+def test_a_dask_worker_says_its_session_and_else_its_name_does():
+    assert session_of("mine", "mine-gpu-0", {"name": "mine-gpu-0", "group": "default"}) == (
+        "default",
+        "mine-gpu-0",
+    )
+    assert session_of("mine", "mine-gpu.1-0-3", {"session": None}) == ("gpu-1", "mine-gpu.1-0")
+    assert session_of("mine", "a-w0", {"name": "a-w0"}) == ("default", "a-w0")
+    assert session_of("mine", "a-w0", None) is None
+
+
+def test_no_other_name_is_that_of_a_session_or_of_a_group():
+    sessions = "mine mine- mine-gpu mine-scheduler other-0 mine-0-1-2 mine--0 mine-scheduler-0 mine-default-0"
+    assert not any(read_name("mine", name) for name in ["", *sessions.split()])
+    groups = ["", "0", "0gpu", "gpu.0", "gpu-", "-gpu", "g p", "gpü", "gpu\n", "a/b"]
+    assert not any(map(GROUP_NAME.fullmatch, groups))
+
+
+#: Starts as many Dask workers as there are GPUs, with dask-cuda's arguments and names. Their nannies preload
+#: what Dask's configuration says.
+DASK_CUDA_WORKER = """\
+#!{python}
+import os, sys
+sys.path[0] = os.getcwd()  # as `python -m dask` does
+from distributed.cli import dask_worker
+
+class Nanny(dask_worker.Nanny):
+    def __init__(self, *args, preload_nanny, **options):
+        super().__init__(*args, **options)
+
+if __name__ == "__main__":
+    dask_worker.Nanny = Nanny
+    dask_worker.main([*sys.argv[1:], "--nworkers", "2"])
+"""
+
+
+def plan(**options):
+    return plan_worker(Options.read(name="mine", **options), Place(Path("/nowhere")), "mine-0", "tcp://x:1")
+
+
+def test_gpus_are_counted_by_nvidia_smi_or_by_their_devices_without_it(nvidia_smi, monkeypatch, tmp_path):
+    nvidia_smi(3)
+    assert process.count_gpus() == 3
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    monkeypatch.setattr(process, "_DEVICES", devices)
+    assert process.count_gpus() == 0
+    for device in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (devices / device).touch()
+    assert process.count_gpus() == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        ({"nvidia_gpu": 2, "processes": 2}, ["dask", "cuda", "worker"]),
+        ({"nvidia_gpu": 1}, ["dask", "cuda", "worker"]),
+        ({}, ["dask", "worker"]),
+        ({"nvidia_gpu": 2, "processes": 1}, ["dask", "worker"]),
+        ({"nvidia_gpu": 2, "worker_args": ["--lifetime", "1 hour"]}, ["dask", "worker"]),
+        ({"nvidia_gpu": 2, "worker_command": ["dask", "worker"]}, ["dask", "worker"]),
+    ],
+)
+def test_dask_cuda_runs_the_workers_if_it_is_installed(tmp_path, monkeypatch, options, command):
+    (tmp_path / "dask_cuda.py").write_text("raise ImportError")  # nobody imports it
+    monkeypatch.syspath_prepend(tmp_path)
+    code = plan(**options).code
+    expected = [sys.executable, "-m", *command, "tcp://x:1", "--name", "mine-0"]
+    assert f"'command': {expected!r}"[:-1] in code
+    is_dask_cuda = "cuda" in command
+    assert ("--nworkers" in code) != is_dask_cuda
+    assert ("--preload-nanny" in code) != is_dask_cuda
+
+
+@pytest.mark.slow
+async def test_dask_cuda_gives_tasks_their_gpu_and_moves_data_before_its_session_stops(
+    platform, tmp_path, holds
+):
+    program = tmp_path / "dask-cuda-worker"
+    program.write_text(DASK_CUDA_WORKER.format(python=sys.executable))
+    program.chmod(0o755)
+    platform.configure(stop_grace=30)
+    async with (
+        make(name="mine", n_workers=1, cpu=2, nvidia_gpu=2, worker_command=[str(program)]) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2)
+        workers = cluster.scheduler_info["workers"].values()
+        assert {worker["name"] for worker in workers} == {"mine-0-0", "mine-0-1"}
+        assert [worker["resources"] for worker in workers] == [{"GPU": 1}, {"GPU": 1}]
+        await holds(lambda: cluster.n_pending == 0)
+        assert await client.submit(sum, [1, 2], resources={"GPU": 1}) == 3
+        with dask.annotate(resources={"GPU": 1}):
+            task = dask.delayed(sum)([1, 2, 3])
+        assert await client.compute(task, optimize_graph=False) == 6
+        other = client.submit(sum, [1], resources={"FPGA": 1}, pure=False)
+        while await client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.unrunnable)) != 1:
+            await asyncio.sleep(0.1)
+        assert other.status == "pending"
+        # Clusters that tasks start are none of dask-cml's.
+        preloads = await client.run(lambda: dask.config.get("distributed.nanny.preload"))
+        assert [*preloads.values()] == [[], []]
+        [session] = [session.id for session in cluster.sessions if session.role == "worker"]
+        await asyncio.to_thread(platform.evict, session, notice=True)
+        await holds(lambda: "Worker mine-0" in log_of(cluster))
+        assert "Worker mine-0 evicted, with notice; launching a replacement" in log_of(cluster)

@@ -1,11 +1,17 @@
 """Dask's configuration: unknown keys are refused, errors name a value's origin, and sessions inherit it."""
 
-from __future__ import annotations
+import importlib
+import os
+import subprocess
+import sys
 
 import dask.config
 import pytest
+from clusters import make
+from distributed import Client
 
 from dask_cml import CMLCluster
+from dask_cml.layout import PROGRAM_FOLDER, find_modules
 from dask_cml.options import Options, state_directory
 from dask_cml.options.configuration import inherited
 
@@ -29,9 +35,6 @@ def configured(folder):
     yield configured
     dask.config.config.clear()
     dask.config.config.update(before)
-
-
-# -- what is an option
 
 
 def test_what_is_no_option_is_refused_with_its_origin_and_the_nearest_one():
@@ -70,9 +73,6 @@ def test_a_variable_whose_name_dask_reads_in_lower_case_is_refused(configured, m
     assert str(caught.value).endswith(words)
 
 
-# -- where values are from
-
-
 def test_an_error_says_which_file_a_value_is_from(configured, folder):
     for text, words in [
         ("cpus: 3", "invalid key cml.cpus from {}: expected cml.cpu"),
@@ -100,14 +100,6 @@ def test_an_error_says_which_variable_a_value_is_from(configured, monkeypatch):
         assert words.format(f"the environment variable {variable}") in str(caught.value)
 
 
-# -- what sessions inherit
-
-
-def inherited_configuration():
-    variables = inherited(state_directory())
-    return dask.config.deserialize(variables.get("DASK_INTERNAL_INHERIT_CONFIG", "e30="))
-
-
 def test_sessions_do_not_inherit_other_sections_and_values_of_this_process():
     for key in [
         "cml.name",
@@ -127,7 +119,8 @@ def test_sessions_do_not_inherit_other_sections_and_values_of_this_process():
 def test_sessions_inherit_the_sections_that_the_user_names():
     ours = {"mine.stores": [{"name": "a"}], "my_own": 1, "others.sas": "s3cr3t"}
     with dask.config.set({**ours, "cml.inherit": ["mine", "my-own"]}):
-        assert inherited_configuration() == {"mine": {"stores": [{"name": "a"}]}, "my_own": 1}
+        configuration = dask.config.deserialize(inherited(state_directory())["DASK_INTERNAL_INHERIT_CONFIG"])
+    assert configuration == {"mine": {"stores": [{"name": "a"}]}, "my_own": 1}
 
 
 def test_a_variable_with_a_whole_section_contains_no_values_of_this_process(monkeypatch):
@@ -149,3 +142,80 @@ def test_a_value_of_this_process_overrides_a_variable_of_the_project(monkeypatch
     monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING", "False")
     monkeypatch.setenv("DASK_MINE__OWN", "s3cr3t")  # which dask.config has not read
     assert inherited(state_directory()) == {"DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "True"}
+
+
+MODULE = """
+from distributed import Worker
+
+class Mine(Worker):
+    pass
+
+def add_one(x):
+    return x + 1
+"""
+TELL = "from dask_cml import layout; print(layout.program_folder())"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """The project of the program, with a module."""
+    project = tmp_path / "my project"
+    project.mkdir()
+    (project / "beside.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.setattr("dask_cml.options.program_folder", lambda: str(project))
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    return project
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["{folder}/script.py"], "{folder}"),
+        (["{folder}/program"], "None"),  # as pip installs programs
+        (["-m", "script"], "{here}"),
+        (["-c", TELL], "{here}"),
+        (["-c", f"import os; os.rmdir(os.getcwd()); {TELL}"], "None"),
+    ],
+)
+def test_the_folder_of_a_program_is_where_it_finds_its_modules(tmp_path, words, expected):
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in "script.py", "program":
+        (tmp_path / name).write_text(TELL)
+    done = subprocess.run(
+        [sys.executable, *(word.format(folder=tmp_path) for word in words)],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == expected.format(folder=tmp_path, here=here)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light")
+async def test_sessions_find_the_modules_of_the_program(platform, project):
+    beside = importlib.import_module("beside")
+    groups = {"own": {"n_workers": 1, "worker_class": "beside.Mine"}}
+    async with (
+        make(n_workers=1, worker_groups=groups) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2)
+        assert {*(await client.run(beside.add_one, 1)).values()} == {2}
+        kinds = await client.run(lambda dask_worker: type(dask_worker).__name__)
+        assert {*kinds.values()} == {"Worker", "Mine"}
+
+
+def test_a_module_of_the_program_comes_before_others_unless_the_user_keeps_it_off(project, monkeypatch):
+    monkeypatch.setattr(sys, "path", ["elsewhere", *sys.path])
+    kept_off = Options.read(env={PROGRAM_FOLDER: ""}).inheriting().env[PROGRAM_FOLDER]
+    monkeypatch.setenv(PROGRAM_FOLDER, kept_off)
+    find_modules()
+    assert sys.path[0] == "elsewhere"
+    monkeypatch.setenv(PROGRAM_FOLDER, Options.read().inheriting().env[PROGRAM_FOLDER])
+    find_modules()
+    find_modules()
+    assert sys.path[:2] == [str(project), "elsewhere"]

@@ -1,9 +1,8 @@
 """The dashboard at a local port: pages and WebSockets through the scheduler's comm port, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -14,18 +13,10 @@ import sys
 
 import dask
 import pytest
-from dashboards import (
-    Pane,
-    forwarded,
-    forwarded_to,
-    forwarder_to,
-    get,
-    scheduler,
-    stand_in,
-    stay,
-)
+from dashboards import Pane, forwarded, forwarded_to, forwarder, forwarder_to, get, scheduler, stand_in, stay
 from distributed import Scheduler
 from distributed.security import Security
+from ports import free_port
 from schedulers import prepare
 
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
@@ -37,10 +28,6 @@ from dask_cml.sessions.plan import PRELOAD
 pytest.importorskip("bokeh")
 
 
-# -- the dashboard
-
-
-@pytest.mark.slow
 @pytest.mark.images
 async def test_many_pages_and_websockets_of_the_dashboard_at_once(security):
     async with forwarded(security) as (running, forwarder), contextlib.AsyncExitStack() as stack:
@@ -88,9 +75,6 @@ async def test_the_dashboard_of_a_scheduler_is_forwarded_with_its_keys(tmp_path,
     finally:
         process.terminate()
         await process.wait()
-
-
-# -- hosts and origins
 
 
 async def ask(port, method="GET", path="/health", **headers):
@@ -239,9 +223,6 @@ async def test_invalid_requests_and_paths_that_reach_other_servers_do_not_reach_
         for path in CLOSED_PATHS:
             assert (await ask(forwarder.port, path=path, Host="localhost"))[0] == 404
         assert not silent.connections
-
-
-# -- requests and answers
 
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: text/plain\r\n"
@@ -403,21 +384,14 @@ async def test_a_websocket_carries_any_bytes_both_ways_until_one_side_ends_it(ho
         assert await reader.readexactly(5) == b"hello"
         for size in (1, 3_000_000):
             data = os.urandom(size)
-            sending = asyncio.create_task(send(writer, data))
+            writer.write(data)
+            sending = asyncio.create_task(writer.drain())
             assert await reader.readexactly(size) == data
             await sending
         writer.write_eof()
         assert await reader.read() == b""
         writer.close()
         await holds(opened[0].closed)
-
-
-async def send(writer, data):
-    writer.write(data)
-    await writer.drain()
-
-
-# -- connections
 
 
 @pytest.fixture
@@ -434,6 +408,20 @@ async def test_idle_connections_do_not_stop_the_server(few_descriptors, caplog):
         for _, writer in idle:
             writer.close()
     assert "Traceback" not in caplog.text
+
+
+async def test_connections_wait_without_a_word_while_the_process_has_no_descriptor(monkeypatch, caplog):
+    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 3
+
+    def accept_later(listener):
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    async with forwarded_to(answering()) as (forwarder, _):
+        monkeypatch.setattr(socket.socket, "accept", accept_later)
+        assert (await get(forwarder.port)).body == b"ok"
+    assert (errors, caplog.text) == ([], "")
 
 
 async def test_a_request_in_progress_is_not_dropped_for_another_connection(few_descriptors):
@@ -456,23 +444,22 @@ async def test_a_request_in_progress_is_not_dropped_for_another_connection(few_d
         assert [answer.body for answer in await asyncio.gather(*answers)] == [b"ok"] * 8
 
 
-# -- missing schedulers
-
-
 async def test_a_missing_scheduler_is_a_bad_gateway_until_it_is_back():
-    async with scheduler() as running:
-        port = running.port
-    async with forwarder_to(f"tcp://127.0.0.1:{port}", timeout=1) as forwarder:
-        page = await get(forwarder.port)
+    port = free_port()
+    limit = {"timeout": 1}
+    async with forwarder(lambda: open_comm(f"tcp://127.0.0.1:{port}", {}, **limit)) as made:
+        page = await get(made.port)
         assert (page.code, page.reason) == (502, "Bad Gateway")
         words = f"cannot reach the dashboard of the scheduler at tcp://127.0.0.1:{port}: "
         assert words in page.body.decode()
-        async with scheduler(port=port) as running, Pane(forwarder.port) as pane:
-            assert (await get(forwarder.port, "/health")).body == b"ok"
+        limit["timeout"] = 120
+        async with scheduler(port=port) as running, Pane(made.port) as pane:
+            assert (await get(made.port, "/health")).body == b"ok"
+            limit["timeout"] = 1
             await asyncio.wait_for(running.close(), 120)
             with pytest.raises(ConnectionError):
                 await asyncio.wait_for(pane.receive_all(), 120)
-        assert (await get(forwarder.port)).code == 502
+        assert (await get(made.port)).code == 502
 
 
 async def test_a_scheduler_without_the_plugin_is_a_bad_gateway_with_the_reason():
@@ -480,9 +467,6 @@ async def test_a_scheduler_without_the_plugin_is_a_bad_gateway_with_the_reason()
         page = await get(forwarder.port)
         assert page.code == 502
         assert b"no plugin" in page.body
-
-
-# -- ends
 
 
 async def test_a_browser_that_disconnects_leaves_no_connection(holds):
@@ -504,7 +488,7 @@ async def test_a_browser_that_disconnects_leaves_no_connection(holds):
 
 async def test_close_ends_all_connections_and_frees_the_port(holds):
     async with scheduler() as running:
-        forwarder = DashboardForwarder(functools.partial(open_comm, running.address))
+        forwarder = DashboardForwarder(functools.partial(open_comm, running.address), port=free_port())
         async with Pane(forwarder.port) as pane:
             idle, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
             assert FORWARD in running._comms.values()

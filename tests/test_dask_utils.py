@@ -1,7 +1,5 @@
 """The prototype's functions on real sessions: their contract, and what they leave when they fail."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -41,7 +39,6 @@ def workers_v1(platform, monkeypatch):
 
 @pytest.fixture
 def scheduler(workers_v1):
-    """A scheduler alone."""
     scheduler = run_scheduler(dashboard_port=free_port())
     yield scheduler
     stop(workers_v1, *scheduler)
@@ -52,7 +49,7 @@ def other(workers_v1):
     """A session of other work, which must survive whatever happens to ours."""
     [session] = workers_v1.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
     yield session
-    assert session["id"] in live(workers_v1)
+    assert session["id"] in [live["id"] for live in workers_v1.list_workers() if live["status"] in LIVE]
     stop(workers_v1, session)
 
 
@@ -60,12 +57,7 @@ def stop(workers_v1, *sessions):
     workers_v1.stop_workers(*[session["id"] for session in sessions])
 
 
-def live(workers_v1):
-    return [session["id"] for session in workers_v1.list_workers() if session["status"] in LIVE]
-
-
 def left(platform, *others):
-    """The sessions, but for others, that nobody has stopped."""
     kept = {other["id"] for other in others}
     return [
         session["id"]
@@ -79,7 +71,6 @@ def page(url):
         return answer.status
 
 
-@pytest.mark.slow
 @pytest.mark.images
 def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
     NUM_WORKERS = 2

@@ -1,6 +1,4 @@
-"""What work the scheduler knows, by the resources that it needs."""
-
-from __future__ import annotations
+"""What work the scheduler knows, by the resources that it needs, and how it spreads that."""
 
 import contextlib
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_cml.scheduler import demand
+from dask_cml.scheduler.balance import balance
 from dask_cml.scheduler.demand import known_demand
 
 PLAIN = ()
@@ -44,7 +43,6 @@ async def workers(scheduler, **resources):
 
 @contextlib.asynccontextmanager
 async def held(scheduler):
-    """The name of an event for which tasks wait."""
     try:
         yield "go"
     finally:
@@ -161,9 +159,10 @@ async def test_a_session_of_several_processes_counts_once_and_is_busy_if_a_plugi
 class Task:
     """As much of a TaskState as is looked at."""
 
-    host_restrictions, loose_restrictions = None, False
+    host_restrictions, loose_restrictions, actor = None, False, False
 
-    def __init__(self, resources=None, restriction=None):
+    def __init__(self, resources=None, restriction=None, key=0):
+        self.key, self.priority = key, (key,)
         self.prefix = SimpleNamespace(duration_average=1.0, max_exec_time=-1)
         self.resource_restrictions, self.worker_restrictions = resources, restriction
 
@@ -212,3 +211,81 @@ def test_an_answer_has_a_limit_however_different_the_tasks_are():
     assert sum(work["seconds"] for work in answer["work"]) == pytest.approx(1000)
     assert len(answer["restricted"]) == demand._MOST_RESTRICTIONS
     assert max(len(tasks["names"]) for tasks in answer["restricted"]) == demand._MOST_NAMES
+
+
+class Scheduling:
+    """A scheduler with workers that offer resources; it moves tasks at once."""
+
+    def __init__(self, *workers, cost=0.0):
+        self.running = [Offering(**worker) for worker in workers]
+        self.extensions = {"stealing": self}
+        self.in_flight = {}
+        self.moved = []
+        self.cost = cost
+
+    def get_comm_cost(self, task, worker):
+        return self.cost
+
+    def move_task_request(self, task, victim, thief):
+        victim.processing.remove(task)
+        thief.processing.append(task)
+        self.moved.append(task.key)
+
+    def balance(self):
+        """Return how many tasks each worker has then."""
+        balance(self)
+        return [len(worker.processing) for worker in self.running]
+
+
+class Offering:
+    def __init__(self, n=0, nthreads=4, needs=None, **resources):
+        self.resources, self.nthreads = resources, nthreads
+        self.processing = [Task(needs or {"GPU": 1}, key=i) for i in range(n)]
+        self.executing = {}
+
+
+@pytest.mark.parametrize(
+    ("workers", "after"),
+    [
+        ([{"n": 12, "GPU": 1}, {"GPU": 1}, {"GPU": 1}], [4, 4, 4]),
+        ([{"n": 12, "GPU": 1}, {"GPU": 2}, {"GPU": 3}], [2, 4, 6]),
+        ([{"n": 12, "GPU": 1}, {"GPU": 8, "nthreads": 2}], [4, 8]),
+        ([{"n": 2, "GPU": 1}, {"GPU": 1}, {"GPU": 1}], [1, 1, 0]),
+        ([{"n": 1, "GPU": 1}, {"GPU": 1}], [1, 0]),
+        ([{"n": 5, "GPU": 4}, {"n": 1, "GPU": 4}], [3, 3]),
+        ([{"n": 9, "GPU": 1}, {"n": 1, "GPU": 1}], [9, 1]),  # work stealing evens out what is busy
+        ([{"n": 9, "GPU": 1}, {"FPGA": 1}, {"GPU": 0.5}], [9, 0, 0]),
+        ([{"n": 9, "GPU": 1}, {}], [9, 0]),
+        ([{"n": 4, "GPU": 2, "needs": {"GPU": 2}}, {"GPU": 1}, {"GPU": 4}], [2, 0, 2]),
+    ],
+)
+def test_tasks_go_where_their_resources_are_free(workers, after):
+    assert Scheduling(*workers).balance() == after
+
+
+def test_those_that_would_run_last_go_and_none_that_runs():
+    scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
+    victim = scheduling.running[0]
+    victim.executing = {victim.processing[5]: 1.0}
+    scheduling.in_flight = {victim.processing[4]: "to another"}
+    scheduling.balance()
+    assert scheduling.moved == [3]
+
+
+def test_tasks_for_certain_workers_and_plain_ones_stay():
+    scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
+    for i, task in enumerate(scheduling.running[0].processing):
+        task.worker_restrictions = {"tcp://10.0.0.7:1"} if i < 3 else None
+        task.resource_restrictions = {"GPU": 1} if i < 3 else None
+    assert scheduling.balance() == [6, 0]
+
+
+def test_a_task_whose_move_costs_more_than_its_wait_stays_and_all_do_without_work_stealing():
+    two = {"n": 6, "GPU": 1}, {"GPU": 1}
+    assert Scheduling(*two, cost=7.0).balance() == [6, 0]
+    assert Scheduling(*two, cost=5.0).balance() == [3, 3]
+    with dask.config.set({"distributed.scheduler.work-stealing": False}):
+        assert Scheduling(*two).balance() == [6, 0]
+    scheduling = Scheduling(*two)
+    scheduling.extensions = {}
+    assert scheduling.balance() == [6, 0]

@@ -1,7 +1,5 @@
 """``dask cml doctor``: its findings in good and broken environments, and the effect of its commands."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -12,6 +10,7 @@ import socket
 import subprocess
 import sys
 from types import ModuleType
+from unittest.mock import Mock
 
 import dask
 import psutil
@@ -27,14 +26,14 @@ from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.environment import Finding
 from dask_cml.options import state_directory
 from dask_cml.records.record import Maker, Record, SchedulerState
-from dask_cml.sessions import mesh, tls
+from dask_cml.sessions import here, tls
 
 #: The folder of packages that a workbench adds to its images.
 ADDON = "/runtime-addons/cmladdon-2.0.49-b279/lib"
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
     "platform", "network", "configuration", "state directory", "scratch", "versions", "image", "dashboard",
-    "pyarrow", "sidebar", "time-outs", "clusters",
+    "pyarrow", "sidebar", "clusters",
 ]  # fmt: skip
 
 
@@ -87,8 +86,10 @@ def install(monkeypatch, tmp_path):
     return install
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "dask", "cml", "doctor", *map(str, arguments)]
+def run(*arguments, **variables):
+    command = [sys.executable, "-m", "dask", "cml", "doctor", *map(str, arguments)]
+    env = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
 
 
 def mend(finding, **more):
@@ -96,15 +97,11 @@ def mend(finding, **more):
     subprocess.run(finding.command, shell=True, check=True, timeout=240, env={**os.environ, **more})
 
 
-# -- the command
-
-
 @pytest.mark.slow
 def test_doctor_finds_nothing_wrong_in_a_good_environment_with_a_running_cluster(platform, no_nannies):
-    variables = {**os.environ, "DASK_CML__PLATFORM": "local"}
     with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:
         cluster.wait_for_workers(1, timeout=120)
-        result = subprocess.run(command("--json"), capture_output=True, text=True, timeout=300, env=variables)
+        result = run("--timeout", 90, "--json", DASK_CML__PLATFORM="local")
     assert result.returncode == 0, result.stdout + result.stderr
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert [*findings] == [*CHECKS[:-1], "cluster lab"]
@@ -126,15 +123,14 @@ def test_doctor_finds_every_fault_of_a_broken_environment_and_exits_with_1(tmp_p
     state.mkdir()
     state.chmod(0o777)
     variables = {
-        **os.environ,
+        "CDSW_API_KEY": None,
         "CDSW_ENGINE_ID": "kbmjhsx8uobd5ks9",
         "DASK_CML__PLATFORM": "auto",
         "DASK_CML__STATE_DIRECTORY": str(state),
         "DASK_CML__CPU": "0",
         "PYTHONPATH": f"{tmp_path}:{install('dask', '2020.1.0')}",
     }
-    variables.pop("CDSW_API_KEY", None)
-    result = subprocess.run(command(), capture_output=True, text=True, timeout=300, env=variables)
+    result = run("--timeout", 90, **variables)
     assert result.returncode == 1, result.stderr
     lines = result.stdout.splitlines()
     wrong = [line.split()[1] for line in lines if line.startswith("wrong ")]
@@ -154,10 +150,7 @@ def test_doctor_finishes_all_other_checks_if_the_platform_hangs(tmp_path):
     (tmp_path / "cdsw.py").write_text(
         "import time\ndef launch_workers(): ...\ndef list_workers(): time.sleep(3600)\n"
     )
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path), "DASK_CML__PLATFORM": "auto"}
-    result = subprocess.run(
-        command("--timeout", 2, "--json"), capture_output=True, text=True, timeout=240, env=variables
-    )
+    result = run("--timeout", 2, "--json", PYTHONPATH=str(tmp_path), DASK_CML__PLATFORM="auto")
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.returncode == 1
     assert [*findings][: len(CHECKS) - 1] == CHECKS[:-1]
@@ -185,9 +178,6 @@ def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
         found = [Finding(state, "Words."), Finding("ok", "Words.")]
         monkeypatch.setattr("dask_cml.doctor.examine", lambda *_, found=found: iter(found))
         assert CliRunner().invoke(cli.cml, ["doctor"]).exit_code == code
-
-
-# -- the session
 
 
 def test_a_python_without_the_platform_is_wrong_with_the_next_command(laptop, monkeypatch):
@@ -260,7 +250,7 @@ def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml):
 
 
 def test_a_sidecar_of_a_mesh_is_a_warning_with_the_administrators_command(cml, sidecar):
-    for status, state, command in (200, "warning", mesh.PERMIT), (503, "ok", None):
+    for status, state, command in (200, "warning", here.PERMIT_MESH), (503, "ok", None):
         sidecar[0] = status
         finding = environment.network()
         assert (finding.state, finding.command) == (state, command)
@@ -272,30 +262,33 @@ def test_a_sidecar_of_a_mesh_is_a_warning_with_the_administrators_command(cml, s
 @pytest.mark.slow
 def test_a_silent_program_at_the_sidecars_port_delays_the_doctor_for_seconds_only(cml, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(mesh, "HEALTH_PORT", silent.getsockname()[1])
+        monkeypatch.setattr(here, "MESH_PORT", silent.getsockname()[1])
         assert environment.network() == Finding("ok", "No Istio sidecar runs in this session.")
 
 
-# -- the state directory
-
-
-def test_a_state_directory_is_missing_or_private_and_stays_empty(home, cml):
-    assert environment.state_directory().words == f"The first cluster will create {home / '.dask-cml'}."
+def test_a_state_directory_is_missing_or_private_or_below_the_home_folder(
+    home, cml, tmp_path_factory, monkeypatch
+):
+    folder = home / ".dask-cml"
+    assert environment.state_directory().words == f"The first cluster will create {folder}."
     assert [*home.iterdir()] == []
-    (home / ".dask-cml").mkdir(mode=0o700)
+    folder.mkdir(mode=0o700)
     assert environment.state_directory().state == "ok"
-    assert [*(home / ".dask-cml").iterdir()] == []
-
-
-def test_the_command_fixes_the_mode_of_the_state_directory(home, cml):
-    (home / ".dask-cml").mkdir()
+    assert [*folder.iterdir()] == []
     for mode, state in (0o755, "warning"), (0o770, "wrong"), (0o500, "wrong"):
-        (home / ".dask-cml").chmod(mode)
+        folder.chmod(mode)
         finding = environment.state_directory()
         assert finding.state == state
         assert f"{mode:04o}" in finding.words
         mend(finding)
         assert environment.state_directory().state == "ok"
+    with dask.config.set({"cml.state-directory": str(tmp_path_factory.mktemp("elsewhere") / "state")}):
+        assert "the only folder that all sessions share" in environment.state_directory().words
+        with dask.config.set({"cml.platform": "local"}):
+            assert environment.state_directory().state == "ok"
+    monkeypatch.setattr(environment.tempfile, "TemporaryFile", Mock(side_effect=OSError("the disk is full")))
+    full = environment.state_directory()
+    assert (full.state, full.words) == ("wrong", f"Cannot write to {folder}: the disk is full.")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to others")
@@ -309,30 +302,40 @@ def test_the_command_moves_the_state_directory_of_another_user_aside(home, cml):
     assert environment.state_directory().state == "ok"
 
 
-def test_a_state_directory_outside_the_home_folder_is_wrong_on_cml_only(home, cml, tmp_path_factory):
-    with dask.config.set({"cml.state-directory": str(tmp_path_factory.mktemp("elsewhere") / "state")}):
-        assert "the only folder that all sessions share" in environment.state_directory().words
-        with dask.config.set({"cml.platform": "local"}):
-            assert environment.state_directory().state == "ok"
-
-
-# -- packages
+def test_the_doctor_warns_of_scratch_space_on_the_project_file_system_or_nearly_full(monkeypatch, tmp_path):
+    with dask.config.set({"temporary-directory": str(tmp_path)}):
+        for free, state in (9, "warning"), (11, "ok"):
+            usage = 100 * 10**9, (100 - free) * 10**9, free * 10**9
+            monkeypatch.setattr(environment.shutil, "disk_usage", lambda path, usage=usage: usage)
+            found = environment.scratch()
+            assert (found.state, found.words) == (state, f"{tmp_path} has {free}.0 of 100.0 GB free.")
+    monkeypatch.setattr(environment, "launches_sessions", lambda: True)
+    folders = {"cml.state-directory": str(tmp_path), "temporary-directory": str(tmp_path / "new")}
+    with dask.config.set(folders):
+        found = environment.scratch()
+    assert (found.state, found.command) == ("warning", "export TMPDIR=/tmp")
+    assert f"{tmp_path / 'new'} is on the project file system" in found.words
 
 
 @pytest.mark.slow
-def test_a_distributed_below_the_requirement_is_wrong(install):
+def test_a_distributed_below_the_requirement_is_wrong_and_a_second_dask_a_warning(install):
     install("distributed", "2022.1.0")
     finding = environment.versions()
     assert finding.state == "wrong"
     assert "distributed 2022.1.0 is installed" in finding.words
     assert any(word.startswith("distributed>=") for word in shlex.split(finding.command))
-
-
-def test_a_second_dask_is_a_warning(install):
     folder = install("dask", "2020.1.0")
     finding = environment.image()
     assert finding.state == "warning"
     assert f"dask 2020.1.0 in {folder} takes precedence over {dask.__version__} in " in finding.words
+
+
+def test_what_is_missing_and_not_needed_is_no_warning_and_says_who_needs_it(monkeypatch):
+    monkeypatch.setattr(environment, "version", lambda name: None)
+    assert environment.pyarrow(0) == Finding("ok", "Not installed. Only dask.dataframe needs it.")
+    assert environment.sidebar() == Finding(
+        "ok", "Only JupyterLab shows it, and JupyterLab is not installed."
+    )
 
 
 @pytest.mark.slow
@@ -396,9 +399,6 @@ def test_doctor_shows_why_pyarrow_fails_to_import(install, monkeypatch):
     assert [child for child in psutil.Process().children() if "pyarrow" in child.cmdline()[-1]] == []
 
 
-# -- JupyterLab
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["jupyter_server_config.d/dask_cml.json", "jupyter_server_config.json"])
 def test_the_command_enables_a_disabled_sidebar(monkeypatch, tmp_path, file):
@@ -414,35 +414,6 @@ def test_the_command_enables_a_disabled_sidebar(monkeypatch, tmp_path, file):
     mend(finding)
     assert environment.sidebar().state == "ok"
     assert json.loads((tmp_path / file).read_text())["ServerApp"]["token"] == "mine"
-
-
-def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
-    monkeypatch.setattr(environment, "version", lambda name: None)
-    assert environment.sidebar().state == "ok"
-    assert environment.time_outs().state == "ok"
-
-
-def test_doctor_shows_the_limits_of_the_session_and_of_jupyterlab_on_cml_only(cml, monkeypatch):
-    assert "by default 3600" in environment.time_outs().words
-    for name in ("CDSW_MASTER_ID", "CDSW_ENGINE_TYPE", "SESSION_MAXIMUM_MINUTES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("IDLE_MAXIMUM_MINUTES", "90")
-    monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
-    ends = (
-        "CML ends session kbmjhsx8uobd5ks9 after 90 min without use, in some editors even while it computes."
-    )
-    for jupyterlab in "4", None:
-        monkeypatch.setattr(environment, "version", lambda name, version=jupyterlab: version)
-        finding = environment.time_outs()
-        assert finding.state == "warning"
-        assert ends in finding.words
-        for words in "JUPYTER_SERVER_TIMEOUT_SECONDS", "(7200)":
-            assert (words in finding.words) is (jupyterlab is not None)
-    with dask.config.set({"cml.platform": "local"}):
-        assert environment.time_outs().state == "ok"
-
-
-# -- clusters
 
 
 @pytest.mark.slow
@@ -490,23 +461,19 @@ def test_an_unknown_cluster_is_wrong_and_one_that_does_not_answer_a_warning(plat
     assert clusters.versions([], 5) == [silent, dead]
 
 
-def test_the_check_does_not_wait_longer_for_a_silent_scheduler(platform):
+def test_the_check_does_not_wait_longer_for_a_silent_scheduler_and_sends_none_without_keys_anything(platform):
     keys, files = tls.as_files(True, state_directory() / "busy")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        scheduler = SchedulerState(address=f"tls://127.0.0.1:{silent.getsockname()[1]}")
-        options = {"platform": "local"}
+        location, options = f"127.0.0.1:{silent.getsockname()[1]}", {"platform": "local"}
+        scheduler = SchedulerState(address=f"tcp://{location}")
+        write_record(Record("open", options=options, scheduler=scheduler))
+        clusters.versions(["open"], 0.5)
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+        scheduler = SchedulerState(address=f"tls://{location}")
         write_record(Record("busy", options=options, scheduler=scheduler, security=tls.paths(keys)))
         tls.write(files)
         [finding] = clusters.versions(["busy"], 0.5)
     assert finding.state == "warning"
     assert "The cluster did not report all versions within 0 s: TimeoutError()" in finding.words
-
-
-def test_nothing_is_sent_to_the_address_of_a_cluster_without_keys(platform):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        scheduler = SchedulerState(address=f"tcp://127.0.0.1:{other.getsockname()[1]}")
-        write_record(Record("open", options={"platform": "local"}, scheduler=scheduler))
-        clusters.versions(["open"], 0.5)
-        other.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            other.accept()

@@ -1,23 +1,27 @@
 """However a program ends, its clusters' sessions end with it, quickly and without a traceback."""
 
-from __future__ import annotations
-
 import asyncio
+import gc
 import os
 import re
 import signal
 import subprocess
 import textwrap
 import threading
+import time
+from unittest.mock import Mock
 
 import pytest
-from clusters import loop_runs
+from clusters import live, loop_runs, make, simulate
+from conftest import PATIENCE
 from distributed.core import Status
-from programs import PATIENCE, Program
+from programs import Program
+from simulated.testing import eventually, simulated
 from testbed import faults
 
-from dask_cml import CMLCluster
-from dask_cml.core import at_exit
+import dask_cml
+from dask_cml import CMLCluster, CMLError, output
+from dask_cml.core import ending
 from dask_cml.records import store
 from dask_cml.records.history import ended_clusters
 
@@ -91,21 +95,35 @@ def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped)
     assert re.fullmatch(r"the program of .* \(process \d+\) ended", ended.why)
 
 
-def test_a_signal_ends_a_program_whose_output_nobody_reads():
-    code = """
+OUTPUT_THAT_NOBODY_READS = """
+threading.Thread(target=print, args=("ready\\n" + "x" * 10**6,), daemon=True).start()
+while True: time.sleep(0.1)
+"""
+LOCK = """
+ending._TIMEOUT = 0.5
+with threading._active_limbo_lock:  # of Thread.start, for example
+    print("ready", flush=True)
+    while True: time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(OUTPUT_THAT_NOBODY_READS, 128 + signal.SIGTERM), (LOCK, -signal.SIGALRM)]
+)
+def test_a_signal_ends_a_program_whatever_it_interrupts(code, status):
+    head = """
     class Cluster:
         options = type("", (), {"name": "mine"})
         ending = property(lambda self: self)
-        note_exit = end_now = lambda self, argument: None
-    from dask_cml.core import at_exit
-    at_exit.end_at_exit(Cluster())
-    threading.Thread(target=print, args=("ready\\n" + "x" * 10**6,), daemon=True).start()
-    while True: time.sleep(0.1)
+        usual_how = None
+    note_exit = end_blocking = lambda self, *arguments, **named: None
+    from dask_cml.core import ending
+    ending.end_at_exit(Cluster())
     """
-    program = Program(code, PYTHONUNBUFFERED="").when_ready()
+    program = Program(textwrap.dedent(head) + code, PYTHONUNBUFFERED="").when_ready()
     program.process.terminate()
     try:
-        assert program.process.wait(30) == 128 + signal.SIGTERM
+        assert program.process.wait(PATIENCE) == status
     finally:
         program.process.kill()
         program.process.communicate()
@@ -175,7 +193,7 @@ FORKS = {
             child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
             child.start()
             child.terminate()
-            child.join(20)
+            child.join(120)
             assert child.exitcode == -signal.SIGTERM
     """,
 }
@@ -198,12 +216,6 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_cluster(platform, all_stop
     all_stopped()
 
 
-# -- close()
-
-
-# -- the handler of SIGTERM
-
-
 @pytest.fixture
 def default_sigterm():
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -211,14 +223,44 @@ def default_sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
-async def test_sigterm_is_handled_only_while_clusters_are_open(platform, default_sigterm):
+async def test_sigterm_is_handled_only_while_clusters_are_open(platform, default_sigterm, monkeypatch):
     one = CMLCluster(platform="local", asynchronous=True)
-    assert signal.getsignal(signal.SIGTERM) is at_exit._exit
+    assert signal.getsignal(signal.SIGTERM) is ending._exit
     two = CMLCluster(platform="local", asynchronous=True)
     await one.close()
-    assert signal.getsignal(signal.SIGTERM) is at_exit._exit
+    assert signal.getsignal(signal.SIGTERM) is ending._exit
+    exited, third = Mock(), Mock()
+    with monkeypatch.context() as patch:
+        patch.setattr(ending, "_clusters", {third: threading.current_thread})
+        patch.setattr(ending, "_is_over", False)
+        patch.setattr(os, "_exit", exited)
+        patch.setattr(signal, "setitimer", Mock())
+        signal.raise_signal(signal.SIGTERM)
+        assert ending.unclosed() == []
+    third.ending.end_blocking.assert_called_once()
+    exited.assert_called_once_with(128 + signal.SIGTERM)
     await two.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_clusters_whose_end_hangs_are_waited_for_together(monkeypatch, caplog):
+    released = threading.Event()
+    hanging = Mock(side_effect=lambda *_, **__: released.wait())
+    clusters = [Mock(**{"options.name": "night", "ending.end_blocking": hanging}) for _ in range(9)]
+    clusters.append(Mock(**{"ending.end_blocking.side_effect": OSError("the disk is full")}))
+    monkeypatch.setattr(ending, "_clusters", dict.fromkeys(clusters))
+    monkeypatch.setattr(ending, "_is_over", False)
+    monkeypatch.setattr(ending, "_TIMEOUT", 1.0)
+    began = time.monotonic()
+    ending._end_all()
+    assert time.monotonic() - began < 18.0  # as long as one after the other takes
+    assert "the disk is full" in caplog.text
+    ending._ask_for_patience()
+    output.flush()
+    assert "Shutting down cluster night, night" in caplog.text
+    with pytest.raises(CMLError, match="not started: the program is exiting"):
+        ending.end_at_exit(Mock())
+    released.set()
 
 
 @pytest.mark.parametrize("is_set_later", [False, True])
@@ -340,3 +382,81 @@ def test_sigterm_after_the_last_cluster_ends_the_program_as_ever(platform, all_s
     """
     assert Program(code).ends() == (128 + signal.SIGTERM, "", "")
     all_stopped(1)
+
+
+@pytest.fixture
+def all_closed(platform):
+    def all_closed(*clusters, n_sessions):
+        assert {cluster.status.name for cluster in clusters} == {"closed"}
+        assert len(platform.sessions()) == n_sessions
+        assert live(platform) == []
+        assert store.records() == []
+        assert CMLCluster.open() == []
+        assert ending.unclosed() == []
+
+    return all_closed
+
+
+@pytest.mark.slow
+async def test_another_thread_closes_the_clusters_of_an_event_loop(all_closed):
+    clusters = [await make(n_workers=1), await make()]
+    await asyncio.wait_for(asyncio.to_thread(clusters[0].close), PATIENCE)
+    await asyncio.wait_for(asyncio.to_thread(dask_cml.close_all), PATIENCE)
+    all_closed(*clusters, n_sessions=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["last", "after", "after it is closed"])
+def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, when):
+    async def main():
+        cluster = await make(n_workers=1)
+        if when == "last":
+            dask_cml.close_all()
+        return cluster
+
+    loop = asyncio.new_event_loop()
+    cluster = asyncio.run(main()) if when == "last" else loop.run_until_complete(main())
+    if when != "after":
+        loop.close()
+    if when != "last":
+        dask_cml.close_all()
+    loop.close()
+    all_closed(cluster, n_sessions=2)
+
+
+@pytest.mark.slow
+@simulated
+async def test_close_all_in_an_event_loop_logs_which_sessions_it_could_not_stop(it, caplog):
+    unretrieved = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context))
+    cluster = await simulate()
+    session = cluster.sessions[0].id
+    it.platform.answer_stop(*[403] * 1000)
+    dask_cml.close_all()
+    await eventually(lambda: f"CML did not stop {session}, which may still run" in caplog.text)
+    gc.collect()
+    assert unretrieved == []
+    it.platform.heal()
+    dask_cml.close_all()
+    await eventually(lambda: cluster.status.name == "closed")
+    assert not it.platform.running
+
+
+def test_close_all_closes_all_clusters_and_raises_the_errors_of_some(monkeypatch):
+    stays = CMLError("CML did not stop a session")
+    clusters = [Mock(asynchronous=False, **{"close.side_effect": error}) for error in (stays, None)]
+    monkeypatch.setattr(CMLCluster, "open", lambda: clusters)
+    with pytest.raises(CMLError, match="CML did not stop a session"):
+        dask_cml.close_all()
+    clusters[1].close.assert_called_once()
+
+
+@simulated
+async def test_close_all_leaves_a_cluster_alone_that_is_just_closed(it):
+    class Impatient(CMLCluster):
+        async def _close_dask(self):
+            await super()._close_dask()
+            dask_cml.close_all()
+
+    await (await simulate(Impatient)).close()
+    assert it.platform.live == []

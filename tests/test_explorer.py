@@ -3,8 +3,6 @@
 Each episode has its seed, so a failure names how to repeat it: ``DASK_CML_SEED=<seed> DASK_CML_EPISODES=1``.
 """
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Groups of workers of several sizes in one cluster, changed by its keeper and by other processes."""
 
-from __future__ import annotations
-
 import asyncio
 
 import clusters
@@ -219,10 +217,12 @@ async def test_bad_groups_are_refused_and_nothing_is_lost(it, who):
     ("groups", "error", "words"),
     [
         ([1], TypeError, "invalid worker_groups=[1]: expected a mapping"),
-        ({"0": {}}, ValueError, "invalid worker_groups='0': expected at most 40"),
+        ({"0": {}}, ValueError, "invalid name in worker_groups='0': expected at most 40"),
+        ({"default": {}}, ValueError, "invalid name in worker_groups='default': expected a name other"),
+        ({"big": {"memry": 1}}, ValueError, "invalid worker_groups['big'].memry: expected memory"),
         ({"gpu": 3}, TypeError, "worker_groups['gpu'] of type int: expected a mapping of options"),
-        ({"gpu": {"cpus": 3}}, ValueError, "in worker_groups['gpu']: invalid option cpus"),
-        ({"gpu": {"env": {"A": 3}}}, TypeError, "in worker_groups['gpu']: invalid env['A']=3"),
+        ({"gpu": {"cpus": 3}}, ValueError, "invalid worker_groups['gpu'].cpus: expected cpu"),
+        ({"gpu": {"env": {"A": 3}}}, TypeError, "invalid worker_groups['gpu'].env['A']=3"),
     ],
 )
 def test_bad_groups_of_a_new_cluster_are_refused_before_any_launch(platform, groups, error, words):
@@ -238,6 +238,8 @@ def test_bad_groups_of_a_new_cluster_are_refused_before_any_launch(platform, gro
         ({"memory": 16, "memory_reserve": 0}, {"memory": 32}, 0),
         ({"memory": 16, "memory_reserve": 2}, {"memory": 32, "memory_reserve": 3}, 3),
         ({"memory": 16}, {"memory": 32}, 0.25 + 0.02 * 32),
+        ({"memory": 1, "processes": 8, "memory_reserve": 0}, {"memory": 4}, 0),
+        ({"memory": 1, "processes": 8, "memory_reserve": 0}, {}, 0),
     ],
 )
 def test_a_group_with_another_memory_keeps_the_reserve_that_the_cluster_was_given(cluster, group, reserve):
@@ -245,5 +247,5 @@ def test_a_group_with_another_memory_keeps_the_reserve_that_the_cluster_was_give
     assert options.of_group(group).memory_reserve == reserve
     running = Options.of_running("mine", options.arguments())  # in another process
     assert running.of_group(group).memory_reserve == reserve
-    with pytest.raises(ValueError, match=r"invalid memory_reserve=2.0: expected less than memory=1 GiB"):
+    with pytest.raises(ValueError, match=r"memory_reserve=2.0: expected at most 0.875 GiB, with memory=1 G"):
         Options.read(memory=16, memory_reserve=2).of_group({"memory": 1})

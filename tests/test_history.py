@@ -1,37 +1,32 @@
 """The history of clusters: its entry after each kind of end, and how long the history keeps it."""
 
-from __future__ import annotations
-
 import asyncio
+import gc
 import json
 import os
 import time
-from dataclasses import replace
+import tracemalloc
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from pathlib import Path
 
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import (
-    LAUNCHED,
-    arrived,
-    end,
-    launch,
-    sessions,
-    sign_of,
-    simulate,
-    write_record,
-)
+from clusters import LAUNCHED, Named, end, launch, sessions, sign_of, simulate, supplied, write_record
 from distributed.core import Status
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLCluster, cli
+import dask_cml
+from dask_cml import SessionHours, Usage, cli
 from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER
-from dask_cml.options import state_directory
+from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import history, operations, store
 from dask_cml.records.history import ended_clusters
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.records.usage import usage_of
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_user
 
 HOUR = 3600
@@ -42,13 +37,6 @@ ACTIVITY = {"tasks_done": 7, "most_workers": 2}
 def the_only_one():
     [found] = ended_clusters()
     return found
-
-
-def files():
-    return sorted((state_directory() / ".history").glob("*.json"))
-
-
-# -- each kind of end
 
 
 @simulated
@@ -72,28 +60,16 @@ async def test_the_history_names_who_deleted_a_cluster_interrupted_its_start_or_
     assert whys == {"day": f"deleted by {this_user()}", "lab": interrupted, "night": f"closed by {me}"}
 
 
-class Named(CMLCluster):
-    """A cluster whose subclass names the workers."""
-
-    def _new_worker_name(self, worker_number):
-        return f"a-w{worker_number}"
-
-
 @simulated
 async def test_workers_that_a_subclass_names_count(it):
-    async with simulate(Named, name="lab", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(Named, name="lab", n_workers=2) as cluster:
         assert [*await cluster.get_logs(cluster=False, workers=["a-w0"])] == ["Scheduler", "a-w0"]
         await eventually(lambda: store.read("lab").scheduler.workers.groups == {"default": 2})
     assert the_only_one().most_workers == 2
     assert the_only_one().usage["default"].sessions == 2
 
 
-# -- entries
-
-
 def dead_record(name="lab", ago=5 * HOUR, maker=GONE, **scheduler):
-    """Write the record of a cluster that ran for an hour, until `ago` seconds ago."""
     silent = time.time() - ago
     created = datetime.fromtimestamp(int(silent - HOUR), timezone.utc)
     state = SchedulerState(address="tcp://127.0.0.1:1", **scheduler)
@@ -117,7 +93,11 @@ def test_hours_of_a_dead_cluster_count_until_its_last_sign_of_life(state):
     assert found.duration == pytest.approx(HOUR, abs=2)
     assert found.usage["scheduler"].hours == pytest.approx(1, abs=0.01)
     assert found.usage["default"].sessions == 2
-    assert (found.user, found.session, found.why) == ("ann", "session-of-ann", "its session ended")
+    assert (found.user, found.session, found.why) == (
+        "ann",
+        "session-of-ann",
+        "its scheduler's session ended",
+    )
     assert (found.tasks_done, found.most_workers) == (7, 2)
 
 
@@ -141,7 +121,7 @@ def test_a_cluster_that_had_ended_before_was_not_ended_by_who_deletes_it(platfor
     killed = replace(Maker.this_process(), pid=2**22 + 1)
     end(dead_record(session="session-0", maker=killed), "session-0")
     assert asyncio.run(operations.end_all(store.records())) == {"lab": None}
-    assert the_only_one().why == "its session ended"
+    assert the_only_one().why == "its scheduler's session ended"
 
 
 def test_a_cluster_ends_even_if_the_history_cannot_be_written(platform, caplog):
@@ -151,9 +131,6 @@ def test_a_cluster_ends_even_if_the_history_cannot_be_written(platform, caplog):
     assert store.records() == []
     assert "History of cluster lab not written" in caplog.text
     assert ended_clusters() == []
-
-
-# -- hostile files
 
 
 def write(content, name="0123456789abcdef.json"):
@@ -205,27 +182,18 @@ def test_hostile_files_do_not_hide_the_other_clusters(state, caplog):
         assert caplog.text.count(f"{name}.json ignored") == 1
 
 
-# -- `dask cml history`
-
-
 def run(*arguments, code=0):
     result = CliRunner().invoke(cli.cml, ["history", *arguments])
     assert result.exit_code == code, result.output
     return result.output
 
 
-def write_two():
-    """Write two ended clusters: one of ann's that ended an hour ago, and one of ben's of last month."""
-    now = time.time()
+def test_the_command_lists_ended_clusters_with_their_hours(platform):
+    now, month = time.time(), 30 * 24 * HOUR
     usage = {"groups": {"scheduler": HOURS, "default": {**HOURS, "sessions": 3, "lost": {"evicted": 1}}}}
     write(valid(created=now - 3 * HOUR, ended=now - HOUR, usage=usage))
-    month = 30 * 24 * HOUR
     more = {"id": "fedcba9876543210", "name": "night", "user": "ben", "why": "idle for 60 s"}
     write(valid(created=now - month - HOUR, ended=now - month, usage=usage, **more), "fedcba9876543210.json")
-
-
-def test_the_command_lists_ended_clusters_with_their_hours(platform):
-    write_two()
     assert run("--by", "carl") == "No ended clusters.\n"
     head, lab, night, total = run().splitlines()
     columns = "name  by  ended  duration  sessions  vCPU hours  GiB hours  GPU hours  why"
@@ -247,9 +215,6 @@ def test_the_command_lists_ended_clusters_with_their_hours(platform):
     assert "no ended cluster named 'day'" in run("day", code=1)
 
 
-# -- its logs
-
-
 def test_logs_are_read_by_the_name_unless_a_later_cluster_has_it(state):
     write(valid())
     folder = state / HISTORY_FOLDER / the_only_one().id
@@ -262,7 +227,6 @@ def test_logs_are_read_by_the_name_unless_a_later_cluster_has_it(state):
 
 
 def logged(name, size, ago=0.0):
-    """Write the record of a dead cluster whose scheduler has written a log, and remember it."""
     record = dead_record(name)
     (record.folder / LOGS_FOLDER / f"{name}-scheduler.log").write_bytes(b"x" * size)
     history.remember(record)
@@ -282,7 +246,7 @@ def test_only_the_newest_logs_are_kept(state):
         logged("d", 10)
     assert {cluster.name for cluster in ended_clusters()} == {"c", "d"}
     folders = [path for path in (state_directory() / ".history").iterdir() if path.is_dir()]
-    assert len(folders) == len(files()) == 2
+    assert len(folders) == len([*(state_directory() / ".history").glob("*.json")]) == 2
 
 
 def test_of_a_large_log_the_end_is_kept(state):
@@ -291,3 +255,108 @@ def test_of_a_large_log_the_end_is_kept(state):
             logs = history.kept_logs(logged(name, 3 * 2**20)).paths()
         assert [path.stat().st_size for path in logs.values()] == kept
         assert {path.stat().st_mode & 0o777 for path in logs.values()} <= {0o600}
+
+
+BEGIN = 1790000000
+
+
+def ended(key, hours, size=None, **more):
+    started = more.get("started", BEGIN)
+    return Launch(f"over-{key}", key, None, BEGIN, size, started, ended=BEGIN + int(hours * HOUR))
+
+
+def running(*launches):
+    return Record("mine", launches={launch.id: launch for launch in launches})
+
+
+def used(record, *over, now):
+    return usage_of(replace(record, ended={launch.id: launch for launch in over}), now)
+
+
+def session(key, size=None, **more):
+    return Launch(key, key, None, BEGIN, size, **{"started": BEGIN, **more})
+
+
+def test_hours_are_those_of_running_and_of_ended_sessions_by_group():
+    record = running(
+        session("scheduler", SessionSize(1, 2)),
+        session("mine-0", SessionSize(4, 16)),
+        session("mine-gpu-2", SessionSize(8, 64, 2)),
+    )
+    over = [ended("mine-1", 0.5, SessionSize(4, 16)), ended("mine-cpu-high-7", 2, SessionSize(0.5, 1))]
+    assert used(record, *over, now=BEGIN + 3 * HOUR) == {
+        "scheduler": SessionHours(1, 3, 3, 6, 0),
+        "default": SessionHours(2, 3.5, 14, 56, 0),
+        "cpu-high": SessionHours(1, 2, 1, 2, 0),
+        "gpu": SessionHours(1, 3, 24, 192, 6),
+    }
+
+
+def test_the_total_is_the_sum_of_all_and_counts_lost_sessions_by_cause():
+    first = SessionHours(1, 2, 3, 4, 5, lost={"evicted": 1})
+    usage = Usage(a=first, b=SessionHours(10, 20, 30, 40, 50, lost={"evicted": 2, "killed": 1}))
+    total = SessionHours(11, 22, 33, 44, 55, lost={"evicted": 3, "killed": 1})
+    assert usage.total == total
+    assert json.loads(json.dumps(usage.to_json()))["total"] == asdict(total) | {"cost": None}
+    assert Usage().total == SessionHours()
+
+
+def test_a_session_counts_once_from_its_start_to_its_end():
+    record = running(session("mine-0", started=None), session("mine-1", started=BEGIN + HOUR))
+    assert used(record, now=BEGIN + 3 * HOUR) == {"default": SessionHours(2, 2)}
+    over = [ended("mine-0", 3, started=BEGIN + HOUR), ended("mine-1", 5, started=None)]
+    assert used(running(), *over, now=BEGIN) == {"default": SessionHours(2, 2)}
+    # It ends between two looks.
+    over = ended("mine-0", 1)
+    record = running(replace(over, ended=None))
+    assert used(record, over, now=BEGIN + 9 * HOUR) == {"default": SessionHours(1, 1)}
+    # Clocks differ.
+    record = running(session("mine-0"))
+    assert used(record, ended("mine-1", -1), now=BEGIN - HOUR) == {"default": SessionHours(2)}
+
+
+def test_prices_count_each_part_of_a_session_and_are_above_0():
+    usage = Usage(scheduler=SessionHours(1, 2.0, 2.0, 4.0), default=SessionHours(1, 1.0, 4.0, 16.0, 2.0))
+    with dask.config.set({"cml.prices.cpu": 0.5, "cml.prices.memory": 0.01, "cml.prices.gpu": 2}):
+        assert usage.total.cost == pytest.approx(3.0 + 0.2 + 4.0)
+    for price in 0, -1, "cheap", True:
+        with (
+            dask.config.set({"cml.prices.gpu": price}),
+            pytest.raises((TypeError, ValueError), match=r"cml\.prices\.gpu"),
+        ):
+            _ = usage.total.cost
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_keeper_remembers_little_of_sessions_that_are_over(it):
+    """A cluster that adapts for weeks has many."""
+
+    async def rounds(n):
+        for _ in range(n):
+            await cluster.scale(10)
+            await eventually(lambda: len(cluster.workers) == 10)
+            await cluster.scale(0)
+            await eventually(lambda: not cluster.workers)
+
+    def taken():
+        gc.collect()
+        # The world remembers the sessions' code, and their scheduler the events.
+        folder = Path(dask_cml.__file__).parent
+        parts = ("cluster.py", "core/*", "sharing/*", "records/*")
+        ours = [tracemalloc.Filter(True, str(folder / part)) for part in parts]
+        # Who has read a record knows its sessions.
+        ours.append(tracemalloc.Filter(False, str(folder / "records" / "entries.py")))
+        statistics = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
+        return sum(statistic.size for statistic in statistics)
+
+    async with simulate(name="mine") as cluster:
+        await rounds(2)
+        tracemalloc.start()
+        try:
+            await rounds(1)
+            before = taken()
+            await rounds(10)
+            assert taken() - before < 100 * 400
+        finally:
+            tracemalloc.stop()

@@ -1,7 +1,5 @@
 """dask-labextension with clusters of ours, and with all of the project in its list: by its REST interface."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys
@@ -11,12 +9,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from clusters import (
-    create_and_leave,
-    create_elsewhere,
-    limits,
-    simulate,
-)
+from clusters import create_and_leave, create_elsewhere, limits, simulate
 from distributed.core import Status
 from lab import JupyterServer, until
 from simulated.testing import eventually, simulated
@@ -53,9 +46,6 @@ def test_new_makes_a_cluster_of_ours_unless_another_one_is_configured(monkeypatc
     assert ("forward-dashboard" in kwargs) == (made == "CMLCluster")
 
 
-# -- without dask-labextension
-
-
 @pytest.mark.slow
 def test_a_server_without_labextension_logs_this_once(platform, tmp_path):
     disabled = "--ServerApp.jpserver_extensions=dask_labextension=False"
@@ -83,9 +73,6 @@ def test_lists_are_found_where_releases_have_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "dask_labextension.manager", SimpleNamespace(manager=old))
     assert find_lists({})[0] is old._clusters
     assert find_lists({"dask_cluster_manager": new})[0] is new._clusters
-
-
-# -- one step after another
 
 
 @contextlib.asynccontextmanager

@@ -1,12 +1,10 @@
-"""Clusters apart from the process that created them."""
-
-from __future__ import annotations
+"""Clusters apart from the process that created them, and who connects to the one of a name."""
 
 import asyncio
+import json
 import os
 import time
 import urllib.request
-from contextlib import asynccontextmanager
 from unittest import mock
 
 import dask
@@ -20,23 +18,29 @@ from clusters import (
     is_subscribed,
     lines_of,
     live,
+    log_of,
     make,
     manager,
     n_connected,
+    name_other_clusters,
     rebuild,
     scheduler_number,
+    shut_down,
     sign_of,
     simulate,
     step_in,
+    supplied,
     unsubscribe,
 )
 from distributed.core import Status
 from simulated.faults import Mishap
+from simulated.platform import SimulatedPlatform
 from simulated.process import SimulatedProcess
 from simulated.shell import shell
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, protocol
+from dask_cml import cluster as cluster_module
 from dask_cml.discovery import CMLCluster as DiscoveredCluster
 from dask_cml.discovery import discover
 from dask_cml.layout import RECORD_FILE
@@ -44,11 +48,11 @@ from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here
+from dask_cml.sharing.sharing import Sharing
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
 
-#: The same cluster on the simulated platform, with keys, so that its scheduler is asked whether it lives.
 MADE = {"name": "made", "n_workers": 2, "security": True}
 ANOTHER = {"CDSW_ENGINE_ID": "anothersession00"}
 
@@ -89,9 +93,6 @@ async def test_a_silent_cluster_that_the_platform_does_not_list_keeps_its_name_u
     sign = sign_of("made")
     it.platform.evict(store.read("made").scheduler.session)
     await it.process("another", ANOTHER).start(create())
-
-
-# -- the end of the session
 
 
 IDLE, SESSION, JOB = "IDLE_MAXIMUM_MINUTES", "SESSION_MAXIMUM_MINUTES", "JOB_MAXIMUM_MINUTES"
@@ -146,9 +147,6 @@ def test_the_age_of_a_session_is_that_of_its_first_process(monkeypatch):
     assert here._age() == 0.0
 
 
-# -- who ends it
-
-
 @pytest.mark.slow
 def test_shutdown_ends_a_cluster_whose_object_is_closed_and_has_no_event_loop_any_more(platform):
     cluster = CMLCluster(name="lab", platform="local", shutdown_on_close=False, quiet=True)
@@ -157,16 +155,42 @@ def test_shutdown_ends_a_cluster_whose_object_is_closed_and_has_no_event_loop_an
         pass
     cluster.close()
     assert len(live(platform)) == 1
+    for ask in (
+        cluster.__enter__,
+        lambda: cluster.scale(1),
+        lambda: cluster.adapt(0, 1),
+        lambda: cluster.wait_for_workers(1),
+        lambda: cluster.add_worker_group("big"),
+        lambda: cluster.delete_worker_group("big"),
+        lambda: asyncio.run(cluster.scale_down(["lab-0"])),
+    ):
+        with pytest.raises(CMLError, match="cluster lab is closed"):
+            ask()
+    assert "Scheduler at" in cluster.get_logs()["Scheduler"]
+    assert cluster.usage()["scheduler"].sessions == 1
     cluster.shutdown()
     assert not live(platform)
     assert store.records() == []
+    assert "Scheduler at" in cluster.get_logs()["Scheduler"]
+
+
+@pytest.mark.slow
+def test_who_asks_for_something_of_a_cluster_that_another_object_has_ended_reads_why_it_is_closed(
+    platform, until
+):
+    creator = CMLCluster(name="lab", platform="local", quiet=True)
+    with CMLCluster.from_name("lab", quiet=True) as other:
+        creator.shutdown()
+        until(lambda: other.status.name == "closed")
+        for ask in (lambda: other.wait_for_workers(1), lambda: other.delete_worker_group("big")):
+            with pytest.raises(CMLError, match="cluster lab is closed: closed by "):
+                ask()
 
 
 @pytest.mark.parametrize("connect", [False, True])
 @simulated
 async def test_a_cluster_that_is_being_left_can_be_shut_down(it, connect):
-    async with simulate(name="left", n_workers=1) as creator:
-        await eventually(lambda: arrived(creator) == 1)
+    async with supplied(name="left", n_workers=1) as creator:
         cluster = await rebuild("left") if connect else creator
         leaving = asyncio.create_task(cluster.leave())
         while cluster.status == Status.running:
@@ -179,68 +203,41 @@ async def test_a_cluster_that_is_being_left_can_be_shut_down(it, connect):
         assert it.clusters == []
 
 
-@asynccontextmanager
-async def being_left(cluster):
-    """Yield while a process leaves its cluster, whose last word reaches the scheduler later."""
-
+@pytest.mark.images
+@simulated
+async def test_a_cluster_that_is_being_left_does_not_run_again_and_launches_no_other_scheduler(it):
     async def ask_later(op, *arguments, **options):
-        if op == protocol.LIVE_ON:
+        if op == protocol.LIVE_ON:  # its last word, which reaches the scheduler later
             leaves.set()
             await may_leave.wait()
         return await ask(op, *arguments, **options)
 
     leaves, may_leave = asyncio.Event(), asyncio.Event()
+    cluster = await simulate(name="left", n_workers=1, shutdown_on_close=False)
     ask = step_in(cluster, "asks the scheduler", ask_later)
     leaving = asyncio.create_task(cluster.leave())
     await leaves.wait()
-    yield
+    await unsubscribe(cluster)  # as when the connection breaks
+    await eventually(lambda: is_subscribed(cluster))
+    assert cluster.status == Status.closing
+    with pytest.raises(CMLError, match="cluster left is closing"):
+        cluster.scale(1)
+    it.platform.evict(it.platform.running["left-scheduler"])
+    await asyncio.sleep(20)
     may_leave.set()
     await leaving
-
-
-@pytest.mark.slow
-@pytest.mark.images
-@simulated
-async def test_a_cluster_that_is_being_left_does_not_run_again_when_it_subscribes_to_its_workers(it):
-    cluster = await simulate(name="left", shutdown_on_close=False)
-    async with being_left(cluster):
-        await unsubscribe(cluster)  # as when the connection breaks
-        await eventually(lambda: is_subscribed(cluster))
-        assert cluster.status == Status.closing
-        with pytest.raises(CMLError, match="cluster left is closing"):
-            cluster.scale(1)
-    await (await rebuild("left")).shutdown()
-
-
-@simulated
-async def test_a_process_that_leaves_launches_no_other_scheduler(it):
-    cluster = await simulate(name="night", n_workers=1, shutdown_on_close=False)
-    async with being_left(cluster):
-        it.platform.evict(it.platform.running["night-scheduler"])
-        await asyncio.sleep(20)
     assert it.platform.count("launch_workers") == 2
     await operations.end_all(store.records())
 
 
-# -- what a process was asked for that leaves
-
-
-@asynccontextmanager
-async def own(n_workers):
-    """Yield a cluster that lives without this process, which created it."""
-    async with simulate(name="night", n_workers=n_workers, shutdown_on_close=False) as cluster:
-        await eventually(lambda: arrived(cluster) == n_workers)
-        yield cluster
+def own(n_workers):
+    """A cluster that lives without this process, which created it."""
+    return supplied(name="night", n_workers=n_workers, shutdown_on_close=False)
 
 
 def launched(it):
-    """Return the names of the sessions that are launched, and that nobody has stopped."""
     sessions = [session for session in it.platform.live_sessions if not session.stop_requested]
     return {session.launched_with["name"].rpartition(" ")[0] for session in sessions}
-
-
-async def close_night():
-    await (await rebuild("night")).shutdown()
 
 
 @pytest.mark.slow
@@ -256,7 +253,20 @@ async def test_a_session_whose_launch_is_answered_when_its_process_leaves_or_lat
     await eventually(lambda: n_connected("night") == 1 and manager("night") == WHO)
     await asyncio.sleep(2 * timing.stray)
     assert (launched(it), n_connected("night")) == ({"night-scheduler", "night-0"}, 1)
-    await close_night()
+    await shut_down()
+
+
+@simulated
+async def test_a_cluster_whose_process_is_killed_while_it_closes_is_deleted_by_another_one(it):
+    creator = await create_elsewhere(it, name="mine")
+    with it.platform.hangs("launch_workers"):
+        creator.call(creator.clusters[0].scale, 1)
+        await asyncio.sleep(1.0)
+        creator.start(creator.clusters[0].close())
+        await asyncio.sleep(0.5)
+        creator.kill()
+    await operations.end_all([store.read("mine")])
+    await eventually(lambda: not it.platform.live_sessions)
 
 
 @simulated
@@ -269,7 +279,7 @@ async def test_who_keeps_a_cluster_next_stops_what_was_launched_for_an_earlier_w
             await cluster.leave()
     await eventually(lambda: len(launched(it)) == 2)
     await eventually(lambda: launched(it) == {"night-scheduler"})
-    await close_night()
+    await shut_down()
 
 
 @pytest.mark.slow
@@ -282,29 +292,30 @@ async def test_what_a_process_asked_for_that_has_left_is_carried_out_although_th
         end(creator)
         cluster.scale(0)
     await eventually(lambda: launched(it) == {"night-scheduler"})
-    await close_night()
+    await shut_down()
 
 
-@pytest.mark.slow
 @pytest.mark.images
 async def test_the_dashboard_is_forwarded(platform):
     async with make(forward_dashboard=True, scheduler_args=[]) as cluster:
         link = cluster.dashboard_link
         assert link.startswith("http://127.0.0.1:")
         assert link != f"{cluster.sessions[0].app_url}status"
-        page = await asyncio.to_thread(lambda: urllib.request.urlopen(link, timeout=30).read())
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(link, timeout=120).read())
         assert b"Dask" in page
 
 
 @simulated
-async def test_dask_ctl_ends_a_cluster_by_close_and_no_block_does(it):
+async def test_dask_ctl_finds_a_cluster_that_answers_and_ends_it_by_close_and_by_no_block(it):
     async with simulate(name="here") as creator:
+        assert [item async for item in discover()] == [("here", DiscoveredCluster)]
         async with DiscoveredCluster.from_name("here", asynchronous=True, quiet=True):
             pass
         assert creator.status == Status.running
         await (await DiscoveredCluster.from_name("here", asynchronous=True, quiet=True)).close()
         await eventually(lambda: creator.status == Status.closed)
     assert not it.platform.live
+    assert [item async for item in discover()] == []
 
 
 @simulated
@@ -314,8 +325,8 @@ async def test_a_cluster_keeps_its_folder_when_its_process_moves_and_its_configu
     elsewhere = state_directory().with_name("elsewhere")
     with dask.config.set({"cml.state-directory": str(elsewhere)}):
         cluster = await simulate(name="made", n_workers=1)
+        [record] = store.records()
     assert store.records() == []
-    [record] = store.records(elsewhere)
     dask.config.refresh()
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.chdir(tmp_path_factory.mktemp("folder"))
@@ -329,24 +340,114 @@ async def test_a_cluster_keeps_its_folder_when_its_process_moves_and_its_configu
     assert (await operations.end_all([record])) == {"made": None}
     await cluster.close()
     assert not it.platform.running
-    assert store.records(elsewhere) == []
     assert not record.folder.exists()
 
 
-@simulated
-async def test_discovery_yields_clusters_whose_scheduler_answers(it):
-    async with simulate(name="here"):
-        assert [item async for item in discover()] == [("here", DiscoveredCluster)]
-    assert [item async for item in discover()] == []
+def lab(**options):
+    return simulate(name="lab", **options)
+
+
+def test_connecting_without_await_wants_none_of_the_first_workers_again(platform, until, monkeypatch):
+    with CMLCluster(name="lab", n_workers=1, platform="local", quiet=True) as first:
+        until(lambda: arrived(first) == 1)
+        first.scale(0)
+        until(lambda: not first.workers)
+        monkeypatch.setattr(Sharing, "_follow", lambda self: asyncio.Event().wait())  # which shows what is
+        with CMLCluster.from_name("lab", quiet=True) as again:
+            assert again.worker_spec == {}
 
 
 @simulated
-async def test_the_record_holds_every_session_and_is_its_owners_only(it):
-    async with simulate(n_workers=2, name="recorded") as cluster:
-        await eventually(lambda: len(store.read("recorded").sessions) == 3)
-        file = state_directory() / "recorded" / RECORD_FILE
-        assert file.stat().st_mode & 0o777 == 0o600
-        assert set(store.read("recorded").sessions) == {session.id for session in cluster.sessions}
-        cluster.scale(1)
-        await eventually(lambda: len(store.read("recorded").sessions) == 2)
-    assert store.records() == []
+async def test_a_busy_scheduler_may_answer_as_late_as_dasks_clients_allow(it):
+    await create_and_kill(it, name="lab", orphan_timeout="1 hour")
+    it.sessions.processes[store.read("lab").scheduler.session].freeze()
+    began = time.monotonic()
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": "77s"}),
+        pytest.raises(CMLError, match="the scheduler of cluster 'lab' does not answer at tcp://"),
+    ):
+        await rebuild("lab")
+    assert 77 <= time.monotonic() - began < 100
+    for session in it.platform.live:
+        it.platform.evict(session)
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_running_cluster_does_not_take_worker_groups_from_the_configuration(it):
+    async with lab(memory=2, worker_groups={}):
+        unfit = {"cml.memory": 16, "cml.worker-groups": {"big": {"memory-reserve": 3}}}
+        with dask.config.set(unfit):
+            for connect in (lambda: rebuild("lab"), lambda: lab(create_mode="connect")):
+                async with connect() as other:
+                    assert other.worker_groups.keys() == {"default"}
+
+
+@simulated
+async def test_a_cluster_of_another_release_and_the_scheduler_of_another_one_are_left_alone_and_named(it):
+    async with lab(n_workers=1) as first:
+        file = state_directory() / "lab" / RECORD_FILE
+        content = file.read_text()
+        file.write_text(json.dumps({**json.loads(content), "version": 1}))
+        for mode in "connect", "create-or-connect":
+            with pytest.raises(CMLError, match="cluster 'lab' was created by another dask-cml"):
+                await lab(create_mode=mode)
+        file.write_text(content)
+        [scheduler] = it.sessions.program(it.platform.running["lab-scheduler"])
+        answer = scheduler.handlers[protocol.HELLO]()
+        for hello, words in (
+            ({"protocol": 1}, "speaks protocol 1 of dask-cml, this process"),
+            ({"record": "fedcba9876543210", "cluster": "other"}, "belongs to another cluster, 'other'"),
+        ):
+            scheduler.handlers[protocol.HELLO] = lambda hello=hello: {**answer, **hello}
+            with pytest.raises(CMLError, match=words):
+                await rebuild("lab")
+        await eventually(lambda: arrived(first) == 1)
+        assert len(it.platform.live) == 2
+
+
+@pytest.mark.slow
+@simulated
+async def test_connecting_uses_the_platform_of_the_cluster(it):
+    platforms = {"auto": it.platform, "local": SimulatedPlatform()}
+    with mock.patch.object(cluster_module, "load_platform", platforms.__getitem__):
+        async with lab() as first, lab(platform="local", create_mode="connect") as again:
+            again.scale(1)
+            await first.leave()
+            await eventually(lambda: arrived(again) == 1)
+            assert again.options.platform == "auto"
+            await again.shutdown()
+    assert platforms["local"].all == {}
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypatch):
+    def spec(*arguments):
+        name_other_clusters(first)
+        return make_spec(*arguments)
+
+    async with simulate() as first:
+        make_spec = cluster_module.scheduler_spec
+        monkeypatch.setattr(cluster_module, "scheduler_spec", spec)
+        await simulate().close()
+        assert "another cluster" not in log_of(first)
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_session_of_a_cluster_connects_as_configured_and_creates_one_only_if_the_code_says_so(it):
+    async def use(name, **options):
+        async with simulate(name=name, **options) as used:
+            return used.scheduler_address, {*it.platform.running}
+
+    async with supplied(name="lab", n_workers=1) as cluster:
+        process = it.process_of("lab-0")
+        words = r"this process runs in a session of cluster lab.*create_mode='create'"
+        with pytest.raises(CMLError, match=words):
+            await process.start(use("other"))
+        own = {"lab-scheduler", "lab-0"}
+        with dask.config.set({"cml.create-mode": "create-or-connect"}):
+            assert await process.start(use("lab")) == (cluster.scheduler_address, own)
+        assert {*it.platform.running} == own
+        assert "other-scheduler" in (await process.start(use("other", create_mode="create")))[1]

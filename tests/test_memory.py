@@ -1,7 +1,5 @@
 """Tasks that need more memory than their session has: how they end, and what they cost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
@@ -9,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import pytest
@@ -19,16 +18,15 @@ from distributed.core import Status
 from dask_cml import wrapper
 from dask_cml.local.processes import find
 from dask_cml.options import Options
+from dask_cml.scheduler.health import Health
 from dask_cml.sessions.plan import Place, plan_worker
+from dask_cml.timing import timing
 
 GIB = 2**30
 
 
 def plan(**options):
     return plan_worker(Options.read(name="mine", **options), Place(Path("/nowhere")), "mine-0", "tcp://x:1")
-
-
-# -- the limits of a session's processes
 
 
 def test_dask_workers_share_a_part_of_the_scratch_space():
@@ -62,7 +60,37 @@ def test_a_session_whose_memory_is_full_opens_no_file_to_look_at_it(tmp_path, un
     watch.join()
 
 
-# -- real sessions
+GB = 10**9
+FULL = {
+    "name": "lab-3",
+    "status": Status.paused,
+    "metrics": {"spilled_bytes": {"memory": 9 * GB, "disk": 8 * GB}},
+    "extra": {"cml": {"session": "s", "max_spill": 8 * GB}},
+    "memory": SimpleNamespace(process=0.9 * 2**30),
+    "memory_limit": 2**30,
+}
+
+
+def problem_of(*workers):
+    health = Health(None)
+    for now in 0.0, timing.pause:
+        health.look([SimpleNamespace(address=n, **worker) for n, worker in enumerate(workers)], now)
+    return health.problem
+
+
+def test_the_problem_names_a_full_worker_and_a_remedy():
+    what = "worker lab-3 has spilled 8.0 of 8.0 GB and is paused"
+    remedy = "scale up, or give workers more memory"
+    assert problem_of(FULL) == f"{what}: {remedy}"
+    assert problem_of(FULL, FULL) == f"{what}, like 1 more: {remedy}"
+    for change in (  # of one that can spill more, or is without dask-cml
+        {"extra": {"cml": {"max_spill": None}}},
+        {"extra": {}},
+        {"metrics": {}},
+        {"metrics": {"spilled_bytes": {"disk": 2 * GB}}},
+    ):
+        words = problem_of({**FULL, **change})
+        assert "is paused and starts no tasks: 0.90 of 1.00 GiB memory are used" in words, change
 
 
 def kill_order(session):
@@ -75,7 +103,6 @@ def kill_order(session):
     return first, others
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where processes can ask to be killed first")
 async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(platform, holds):
@@ -122,8 +149,8 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(platform, 
     if not platform.settings().memory_limit:
         pytest.skip("this user may not create memory cgroups")
     platform.configure(over_memory="session")
-    settings = {"scheduler.allowed-failures": 1, "deploy.lost-worker-timeout": "5 minutes"}
-    settings |= {"worker.memory.terminate": False, "worker.memory.pause": False}
+    settings = {"worker.memory.terminate": False, "worker.memory.pause": False}
+    settings["scheduler.allowed-failures"] = 1
     with dask.config.set({f"distributed.{key}": value for key, value in settings.items()}):
         cluster = make(name="mine", n_workers=2, memory=1)
     async with cluster, Client(cluster, asynchronous=True) as client:

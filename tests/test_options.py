@@ -1,26 +1,43 @@
-"""Options: where each comes from, and what is refused before anything is launched."""
+"""Options and limits: where each comes from, and what is refused before anything is launched."""
 
-from __future__ import annotations
-
+import asyncio
 import copy
+import inspect
+import math
+import re
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
 
+import dask
 import dask.config
 import jsonschema
 import pytest
 import yaml
-from distributed import Security
+from clusters import create_and_kill, log_of, make, simulate
+from distributed import Client, Security
+from distributed.cli.dask_scheduler import main as scheduler
+from distributed.cli.dask_worker import main as worker
 from simulated.platform import SimulatedPlatform
+from simulated.testing import eventually, simulated
 
 import dask_cml
-from dask_cml import CMLCluster
-from dask_cml.options import Options, state_directory
-from dask_cml.options.table import ARGUMENTS
+from dask_cml import CMLAdaptive, CMLCluster
+from dask_cml.options import (
+    Options,
+    SessionSize,
+    check_room,
+    limits,
+    room,
+    state_directory,
+    unexpected_argument,
+)
+from dask_cml.options.configuration import DEFAULTS, setting
+from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, OPTIONS, SCHEMA
+from dask_cml.records import store
+from dask_cml.records.history import ended_clusters
 
 PACKAGE = Path(dask_cml.__file__).parent
-DEFAULTS = yaml.safe_load((PACKAGE / "cml.yaml").read_text())["cml"]
 
 #: Of each option: a value as the configuration and JSON have it, where it is in Options, and what is there.
 EXAMPLES = {
@@ -68,11 +85,8 @@ def key(argument):
 @pytest.fixture(autouse=True)
 def defaults():
     """The defaults, whatever the machine is configured to."""
-    with dask.config.set({"cml": copy.deepcopy(DEFAULTS)}):
+    with dask.config.set({"cml": copy.deepcopy(DEFAULTS["cml"])}):
         yield
-
-
-# -- where options come from
 
 
 def test_every_option_is_read_from_the_configuration_and_an_argument_takes_precedence():
@@ -95,9 +109,6 @@ def test_the_state_directory_is_absolute_and_knows_the_home_folder(monkeypatch):
         assert state_directory() == Path.cwd() / "here"
     with dask.config.set({"cml.state-directory": "$HOME/clusters"}):
         assert state_directory() == Path("/home/someone/clusters")
-
-
-# -- what values mean
 
 
 def test_memory_is_in_gib_and_times_are_in_seconds_unless_they_say_another_unit():
@@ -157,7 +168,13 @@ REFUSED = [
     ("memory", b"16 GiB", TypeError, GIB),
     ("memory", 8192, ValueError, WITH_UNIT),
     ("scratch", 10_000, ValueError, WITH_UNIT),
-    ("nvidia_gpu", -1, ValueError, COUNT),
+    ("memory", "1 B", ValueError, "; at least 0.25 GiB"),
+    ("scheduler_memory", "100 MiB", ValueError, "; at least 0.25 GiB"),
+    ("memory_reserve", 1.9, ValueError, "at most 1.875 GiB, with memory=2 GiB"),
+    ("nvidia_gpu", -1, ValueError, "a whole number from 0 to 1000"),
+    ("cpu", 1e300, ValueError, "a number above 0; at most 1000000000"),
+    ("nthreads", 10**40, ValueError, f"{POSITIVE_COUNT}; at most 1000000000"),
+    ("worker_timeout", True, TypeError, SECONDS),
     ("processes", False, TypeError, POSITIVE_COUNT),
     ("resources", {1: 1}, TypeError, AMOUNTS),
     ("resources", {"A B": 1}, ValueError, "names without spaces"),
@@ -193,13 +210,22 @@ REFUSED = [
     ("security", "yes", TypeError, "True, False or a distributed.Security"),
     ("pending_timeout", 0, ValueError, SECONDS),
     ("worker_timeout", "5 parsecs", ValueError, SECONDS),
-    ("idle_timeout", 0, ValueError, SECONDS),
+    ("idle_timeout", 0, ValueError, f'{SECONDS}, a string such as "90s", or "never"'),
     ("log_directory", "", ValueError, FOLDER),
     ("log_directory", "${NO_SUCH}/logs", ValueError, "a folder, with variables and a home that this"),
     ("shutdown_on_close", 1, TypeError, "True or False"),
     ("platform", "kubernetes", ValueError, "one of 'auto', 'local'"),
 ]
+#: Arguments of a cluster that are no options.
+BAD_ARGUMENTS = [
+    ("asynchronous", "no", TypeError, "True or False"),
+    ("loop", 3, TypeError, "a tornado.ioloop.IOLoop or None"),
+    ("quiet", "no", TypeError, "True or False"),
+    ("silence_logs", "loud", TypeError, "a level of logging"),
+]
 BAD_SETTINGS = [
+    ("prices.cpu", 0, ValueError, NUMBER),
+    ("limits.hours", 1e300, ValueError, "a number above 0; at most 1000000000"),
     ("api.threads", 0, ValueError, POSITIVE_COUNT),
     ("api.poll-interval", "often", ValueError, SECONDS),
     ("api.retries", None, TypeError, COUNT),
@@ -226,7 +252,7 @@ def refused_as(argument, value, name=None):
 
 
 def test_an_invalid_value_is_refused_before_a_launch(stub):
-    for argument, value, error, allowed in REFUSED:
+    for argument, value, error, allowed in REFUSED + BAD_ARGUMENTS:
         with pytest.raises(error) as caught:
             CMLCluster(**{argument: value})
         assert str(caught.value).startswith(f"invalid {refused_as(argument, value)}")
@@ -278,7 +304,7 @@ def test_an_amount_with_a_unit_is_restored_from_a_record():
 
 
 def test_a_name_in_the_place_of_n_workers_is_refused_with_the_argument(stub):
-    words = r"invalid n_workers='lab': expected a whole number; to name the cluster, pass name='lab'"
+    words = r"invalid n_workers='lab': expected a whole number; a cluster's name is its option `name`"
     with pytest.raises(TypeError, match=words):
         CMLCluster("lab")
 
@@ -304,10 +330,11 @@ async def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_launch
     taken = tmp_path / "taken"
     taken.touch()
     for key, name in {"log-directory": "log_directory", "state-directory": "cml.state-directory"}.items():
-        words = f"invalid {name}='{taken}/below(/.*)?': expected a folder that can be made .*"
+        words = f"invalid {name}: cannot use {taken}/below(/.*)?: Not a directory"
         with dask.config.set({f"cml.{key}": str(taken / "below")}), pytest.raises(ValueError, match=words):
             await CMLCluster(platform="local", asynchronous=True)
     assert platform.list_workers() == []
+    assert ended_clusters() == []
 
 
 @pytest.mark.parametrize("mode", ["connect", "create-or-connect"])
@@ -325,6 +352,8 @@ def test_a_session_has_a_worker_and_a_resource_for_each_gpu():
             Options.read(nvidia_gpu=2, worker_command=command, processes=1)
         with pytest.raises(ValueError, match="invalid nvidia_gpu=0: expected at least 1 with"):
             Options.read(worker_command=command)
+    with pytest.raises(ValueError, match="invalid processes=32: expected at most 13, with memory=2 GiB"):
+        Options.read(nvidia_gpu=32)
 
 
 def test_several_processes_in_a_session_need_nannies(stub):
@@ -332,7 +361,7 @@ def test_several_processes_in_a_session_need_nannies(stub):
     assert Options.read(worker_args=arguments).worker_args == ("--no-nanny",)
     with pytest.raises(ValueError, match=r"^invalid worker_args: expected no --no-nanny; several processes"):
         CMLCluster(processes=2, worker_args=arguments)
-    with pytest.raises(ValueError, match=r"^in worker_groups\['wide'\]: invalid worker_args: expected no"):
+    with pytest.raises(ValueError, match=r"^invalid worker_groups\['wide'\].worker_args: expected no"):
         CMLCluster(worker_args=arguments, worker_groups={"wide": {"processes": 2}})
 
 
@@ -341,3 +370,240 @@ def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub):
         words = rf"invalid {argument} 'no_such': expected parameters of the installed launch_workers: n, cpu"
         with pytest.raises(ValueError, match=words):
             CMLCluster(**{argument: {"no_such": [{"network_label_id": 10, "quantity": 2}]}})
+
+
+NONE = (None, None, None)
+#: More sessions than a cluster can have.
+MANY = 10**8
+
+
+def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
+    options = Options.read(cpu=2, memory=16)
+    assert options.sessions_for(3) == 3
+    assert options.sessions_for(1, cores=5) == 3
+    assert options.sessions_for(0, memory="48 GiB") == 3
+    assert options.sessions_for(0, memory=48.1, cores=2) == 4
+    assert options.bounds(NONE, NONE) == (0, math.inf)
+    assert options.bounds((1, None, 3), (9, None, 15)) == (2, 7)
+    assert options.bounds((None, "32 GiB", None), (None, "48 GiB", None)) == (2, 3)
+
+
+def test_more_sessions_than_a_cluster_can_have_are_refused():
+    options = Options.read(cpu=2, memory=16)
+    n, memory, cores = (MANY, None, None), (None, "900 PiB", None), (None, None, MANY)
+    for named, call in {
+        "n": lambda: options.sessions_for(MANY),
+        "memory": lambda: options.sessions_for(0, memory="900 PiB"),
+        "cores": lambda: options.sessions_for(0, cores=MANY),
+        "minimum": lambda: options.bounds(n, NONE),
+        "maximum": lambda: options.bounds(NONE, n),
+        "minimum_cores": lambda: options.bounds(cores, NONE),
+        "maximum_cores": lambda: options.bounds(NONE, cores),
+        "minimum_memory": lambda: options.bounds(memory, NONE),
+        "maximum_memory": lambda: options.bounds(NONE, memory),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^invalid {named}=.*expected .*\b100000\b"):
+            call()
+
+
+#: Arguments of methods that are Dask's or their own.
+OWN = ["self", "asynchronous", "loop", "silence_logs", "quiet", "kwargs"]
+
+
+def test_the_schema_is_one_and_its_defaults_are_valid():
+    schema = yaml.safe_load(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft202012Validator(schema).validate(DEFAULTS)
+    values = dict.fromkeys(ARGUMENTS, 1) | {"worker_command": ("dask", "worker"), "create_mode": "create"}
+    for key in OPTIONS:
+        setting(key, values)
+
+
+def documented(function):
+    """The descriptions of the parameters in a docstring by name, in order."""
+    section = inspect.cleandoc(function.__doc__).split("Parameters\n----------\n")[1].split("\n\n")[0]
+    found = re.findall(r"^(\w+) : .*\n((?:    .*\n?)+)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def test_names_and_defaults_are_those_of_the_table():
+    """In the signatures and docstrings, and in the file that users read."""
+    of_cluster = [name for name in inspect.signature(CMLCluster.__init__).parameters if name not in OWN]
+    of_group = [name for name in inspect.signature(CMLCluster.add_worker_group).parameters if name not in OWN]
+    texts = documented(CMLCluster)
+    assert of_cluster == [name for name in texts if name not in OWN] == [*ARGUMENTS]
+    assert of_group == [*documented(CMLCluster.add_worker_group)] == ["name", *GROUP_OPTIONS]
+    for name, argument in ARGUMENTS.items():
+        shown = ":" if argument.default in (None, [], {}) else f"{argument.default}."
+        assert f"Default{shown}".replace(" ", "") in re.sub('[ "`]', "", texts[name]), name
+    shipped = yaml.safe_load(Path(dask_cml.__file__).with_name("cml.yaml").read_text())
+    assert yaml.safe_dump(shipped, sort_keys=False) == yaml.safe_dump(DEFAULTS, sort_keys=False)
+
+
+def test_the_options_of_a_worker_group_are_those_that_its_option_names():
+    named = re.findall(r"`([\w-]+)`", OPTIONS["worker-groups"].description)
+    assert sorted(named) == sorted(ARGUMENTS[name].key for name in GROUP_OPTIONS)
+
+
+@pytest.mark.parametrize(("key", "program"), [("worker-args", worker), ("scheduler-args", scheduler)])
+def test_refused_arguments_are_those_of_the_program(key, program):
+    parameters = program.params
+    known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+    refused = OPTIONS[key].bounds["refused"]
+    assert {word for words in refused.values() for word in words} <= {*known, "--help", "-h"}
+    for reason in refused:
+        argument = reason.removeprefix("use the argument ")
+        assert argument == reason or argument in ARGUMENTS
+
+
+def test_an_argument_of_other_cluster_managers_leads_to_the_one_of_a_cluster():
+    for name, expected in {
+        "memory_limit": "memory",
+        "threads_per_worker": "nthreads",
+        "cores": "cpu or nthreads",
+        "num_workers": "n_workers",
+        "quux": "one of ",
+        "image": "none, because a session runs on the runtime of the session that launches it",
+        "walltime": "none, because a worker session has no time limit: for the cluster, set idle_timeout",
+        "n_worker": "n_workers",
+        "nworkers": "n_workers or processes",
+        "timeout": "pending_timeout or scheduler_timeout or worker_timeout",
+        "state_directory": "cml.state-directory in Dask's configuration",
+        "inherit": "cml.inherit in Dask's configuration",
+    }.items():
+        start = f"CMLCluster() got an unexpected keyword argument {name!r}: expected {expected}"
+        assert unexpected_argument("CMLCluster", name, [*ARGUMENTS]).startswith(start)
+
+
+@simulated
+async def test_a_subclass_may_have_attributes_of_the_names_of_options(it):
+    class WithMemory(CMLCluster):
+        memory = 1
+
+        def __init__(self, **options):
+            self.env = "mine"
+            super().__init__(**options)
+
+    async with simulate(WithMemory, name="lab") as cluster:
+        cluster.memory, cluster.env = 2, "yours"
+        assert (cluster.memory, cluster.env) == (2, "yours")
+
+
+def test_an_argument_of_other_cluster_managers_leads_to_the_one_of_a_method():
+    for function, name, expected in [
+        ("scale", "jobs", "n"),
+        ("scale", "worker_groups", "worker_group"),
+        ("adapt", "minimum_jobs", "minimum"),
+        ("adapt", "max_workers", "maximum"),
+    ]:
+        arguments = inspect.signature(getattr(CMLCluster, function)).parameters
+        assert unexpected_argument(function, name, arguments).endswith(f" {name!r}: expected {expected}")
+
+
+def test_an_unknown_argument_is_refused_before_a_launch(platform):
+    with pytest.raises(TypeError, match=r"CMLCluster\(\) got an unexpected keyword argument 'memory_limit'"):
+        CMLCluster(platform="local", memory_limit=1)
+    assert platform.list_workers() == []
+
+
+class Patient(CMLAdaptive):
+    def __init__(self, cluster, *, patience, **kwargs):
+        super().__init__(cluster, **kwargs)
+        self.patience = patience
+
+
+async def test_an_unknown_argument_or_an_invalid_number_of_a_method_changes_nothing(platform):
+    unstarted = make()
+    for call, expected in [
+        (lambda: unstarted.scale(n_workers=2), r"scale\(\) .*'n_workers': expected n$"),
+        (lambda: unstarted.adapt(maximun=2), r"adapt\(\) .*'maximun': expected maximum$"),
+        (lambda: unstarted.close(timeout=[3]), r"^invalid timeout=\[3\]: expected seconds"),
+        (lambda: unstarted.adapt(n=3), r"adapt\(\) .*'n': expected minimum or maximum$"),
+        (lambda: unstarted.adapt(key=len), r"adapt\(\) .*'key': "),
+        (lambda: unstarted.add_worker_group("big", memory_limit=2), r"_group\(\) .*: expected memory$"),
+        (lambda: unstarted.scale(MANY), "^invalid n=.* 100000"),
+        (lambda: unstarted.scale(memory="900 PiB"), r"^invalid memory=.* 100000\b"),
+        (lambda: unstarted.adapt(maximum=MANY), "^invalid maximum=.* 100000"),
+        (lambda: unstarted.add_worker_group("big", n_workers=MANY), "^invalid n_workers=.* 100000"),
+    ]:
+        with pytest.raises(ValueError if "100000" in expected else TypeError, match=expected):
+            call()
+    assert [*unstarted.worker_groups] == ["default"]
+    assert unstarted.worker_spec == {}
+    assert not unstarted.groups.adapts("default")
+    adaptive = unstarted.adapt(Adaptive=Patient, patience=3, interval="1 s", memory_ratio=4)
+    assert (adaptive.patience, adaptive.interval) == (3, 1)
+    await unstarted.close()
+
+
+def limited(**values):
+    return dask.config.set({f"cml.limits.{name.replace('_', '-')}": value for name, value in values.items()})
+
+
+def test_the_tightest_limit_decides_how_many_sessions_fit_next_to_others():
+    others = [(SessionSize(1, 2), 1), (SessionSize(1, 5, 2), 2)]
+    for limit, fit in [
+        ({}, (float("inf"), "")),
+        ({"sessions": 10}, (7, "sessions")),
+        ({"cpu": 16}, (3, "cpu")),
+        ({"memory": "64 GiB"}, (6, "memory")),
+        ({"gpu": 5}, (1, "gpu")),
+        ({"gpu": 0}, (0, "gpu")),
+        ({"sessions": 6, "cpu": 16, "memory": 64}, (3, "cpu")),
+        ({"sessions": 2}, (0, "sessions")),
+        ({"hours": 1}, (float("inf"), "")),
+    ]:
+        with limited(**limit):
+            assert room(SessionSize(4, 8, 1), others) == fit
+    with limited(gpu=0):
+        check_room("n", 1000, SessionSize(1, 1), [])
+    with limited(cpu=0.4):  # amounts with fractions fit exactly
+        assert room(SessionSize(0.1, 1), [(SessionSize(0.1, 1), 1)])[0] == 3
+
+
+def test_an_invalid_limit_raises_an_error_with_its_key():
+    invalid = {"sessions": 1.5, "cpu": 0, "memory": "lots", "gpu": -1, "hours": "2 days"}
+    for name, value in invalid.items():
+        words = f"^invalid cml.limits.{name}={value!r}: expected .*, in "
+        with limited(**{name: value}), pytest.raises((TypeError, ValueError), match=words):
+            limits()
+
+
+def test_a_new_cluster_with_more_is_refused_with_the_limit(state):
+    big = {"n_workers": 1, "worker_groups": {"big": {"n_workers": 2, "memory": 8}}}
+    for options, limit, words in [
+        ({"n_workers": 4}, {"sessions": 4}, "n_workers=4: expected at most 3, because cml.limits"),
+        (big, {"memory": 16}, "worker_groups['big'].n_workers=2: expected at most 1, because cml"),
+        ({"scheduler_cpu": 8}, {"cpu": 4}, "scheduler_cpu=8.0: expected less, because cml.limits.cpu is 4"),
+    ]:
+        with limited(**limit), pytest.raises(ValueError, match="invalid ") as caught:
+            make(**options)
+        assert str(caught.value).startswith(f"invalid {words}")
+    assert not state.exists()
+
+
+@pytest.mark.slow
+@simulated
+async def test_groups_that_adapt_at_once_share_the_limit(it):
+    with limited(sessions=5):
+        async with simulate(worker_groups={"gpu": {"nvidia_gpu": 1}}) as mine:
+            mine.adapt(0, 10)
+            mine.adapt(0, 10, worker_group="gpu")
+            async with Client(mine, asynchronous=True) as client:
+                plain = client.map(lambda i: i, range(1000), pure=False)
+                gpu = client.map(lambda i: i, range(1000), pure=False, resources={"GPU": 1})
+                await eventually(lambda: len(it.platform.live) == 5)
+                await asyncio.sleep(30)
+                assert len(mine.workers) <= 4
+                del plain, gpu
+            assert "workers, because cml.limits.sessions is 5" in log_of(mine)
+
+
+@pytest.mark.slow
+@simulated
+async def test_without_a_keeper_too_a_cluster_ends_at_its_limit(it):
+    with limited(hours=0.2):
+        await create_and_kill(it, name="lab", orphan_timeout="1 hour")
+    await eventually(lambda: store.read("lab").scheduler.closed == "reached its limit of 0.2 h", 1800)
+    assert store.read("lab").scheduler.hours == 0.2
+    await eventually(lambda: not it.platform.running)

@@ -1,7 +1,5 @@
 """Words to users: they neither stop the upkeep of a cluster nor run in its event loop."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -13,10 +11,10 @@ import traceback
 import warnings
 
 import pytest
-from clusters import arrived, log_of, simulate
+from clusters import arrived, log_of, supplied
 from jupyter_client.manager import start_new_kernel
+from programs import STEERING
 from simulated.testing import eventually, simulated
-from terminals import STEERING
 
 from dask_cml import output
 from dask_cml.errors import CMLError
@@ -25,11 +23,10 @@ from dask_cml.words import printable
 pytestmark = pytest.mark.usefixtures("light")
 
 
-@contextlib.contextmanager
 def closed():
     out = io.StringIO()
     out.close()
-    yield out
+    return contextlib.nullcontext(out)
 
 
 @contextlib.contextmanager
@@ -57,12 +54,6 @@ def blocked():
         assert output.flush(60)
 
 
-@contextlib.contextmanager
-def none():
-    """As in a process without a console."""
-    yield None
-
-
 class WriteOnly:
     """As programs give in place of a standard stream to log what is printed."""
 
@@ -76,23 +67,18 @@ class WriteOnly:
         pass
 
 
-@contextlib.contextmanager
-def write_only():
-    yield WriteOnly()
-
-
-@pytest.fixture(params=[closed, broken, blocked, none, write_only])
+@pytest.fixture(params=[closed, broken, blocked, None, WriteOnly()])
 def out(request):
+    """A standard stream that fails. It is None in a process without a console."""
     assert output.flush(60)
-    with request.param() as out:
+    with request.param() if callable(request.param) else contextlib.nullcontext(request.param) as out:
         yield out
 
 
 @simulated
 async def check_upkeep(it):
     """A lost worker is replaced, and calls of the platform that fail are repeated."""
-    async with simulate(name="mine", n_workers=1, quiet=False) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="mine", n_workers=1, quiet=False) as cluster:
         it.platform.evict(cluster.sessions[1].id)
         it.platform.fail("launch_workers", OSError("no route to host"))
         await eventually(lambda: "mine-0 lost" in log_of(cluster))
@@ -225,7 +211,7 @@ print(interrupted)
 def test_a_signals_handler_may_log_wherever_it_interrupts_the_program():
     """Before each line, in turn, of what writes words, and of the locks and threads that it uses."""
     command = [sys.executable, "-c", SIGNAL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     n, words = int(done.stdout), done.stderr.splitlines()
     assert n > 10
@@ -259,21 +245,21 @@ class Notebook:
     """A kernel whose cells show what is written below them."""
 
     def __init__(self):
-        self.manager, self.client = start_new_kernel()
+        self.manager, self.client = start_new_kernel(startup_timeout=120)
         #: The output of the cells, by the ids of the requests that run them.
         self.below = {}
 
     def run(self, code):
         """Run a cell, and return the id of its request."""
-        cell = self.client.execute(code)
-        answer = self.client.get_shell_msg(timeout=120)
+        # Not the next message: a slow kernel was asked more than once whether it is ready.
+        answer = self.client.execute(code, reply=True, timeout=120)
         assert answer["content"]["status"] == "ok", answer["content"]
-        return cell
+        return answer["parent_header"]["msg_id"]
 
     def shows(self, cell, words):
         """Wait until words are written below a cell."""
         while words not in self.below.get(cell, ""):
-            message = self.client.get_iopub_msg(timeout=60)
+            message = self.client.get_iopub_msg(timeout=120)
             if message["msg_type"] == "stream":
                 parent = message["parent_header"]["msg_id"]
                 self.below[parent] = self.below.get(parent, "") + message["content"]["text"]
@@ -289,8 +275,7 @@ def test_lines_of_a_cluster_appear_below_the_cell_that_runs_or_ran_last(platform
         assert notebook.shows(runs, "line 0")
         assert notebook.shows(runs, "warning 0")
         later = notebook.run(f"import threading; threading.Timer(1.0, lambda: {ALLOW.format(1)}).start()")
-        notebook.client.complete("clus")
-        notebook.client.get_shell_msg(timeout=60)
+        notebook.client.complete("clus", reply=True, timeout=120)
         assert notebook.shows(later, "line 1")
         assert notebook.shows(later, "warning 1")
         assert "line" not in notebook.below.get(create, "")

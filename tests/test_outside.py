@@ -1,13 +1,10 @@
 """A client outside of CML: the commands and the program of the documentation, through a real SSH server."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from distributed.comm.addressing import get_address_host_port
-from ports import free_port
+from ports import free_port, listens
 
 from dask_cml import CMLCluster
 from dask_cml.records import store
@@ -67,12 +64,6 @@ def ssh(tmp_path, until):
             server.terminate()
 
 
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.mark.slow
 @pytest.mark.images
 def test_a_client_outside_connects_by_the_commands_of_the_page(platform, state, ssh, until, tmp_path):
     options, server = ssh
@@ -109,7 +100,7 @@ def test_a_client_outside_connects_by_the_commands_of_the_page(platform, state, 
                     check=True,
                     capture_output=True,
                     text=True,
-                    timeout=120,
+                    timeout=240,
                 )
             finally:
                 tunnel.terminate()

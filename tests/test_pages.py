@@ -1,17 +1,18 @@
 """The pages of ``dask cml serve``, with stand-ins for clusters."""
 
-from __future__ import annotations
-
 import json
 import re
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 import dask
 import pytest
 from pages_samples import StandInClusters, cluster, ended, group, several
+from prometheus_client.parser import text_string_to_metric_families
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
@@ -54,7 +55,6 @@ async def ask() -> AsyncIterator[Ask]:
 
 
 async def text_of(answer: Any) -> str:
-    """Return the text of a page, without tags."""
     html = re.sub(r"<[^>]+>", " ", (await answer).body.decode())
     return " ".join(html.split())
 
@@ -90,6 +90,10 @@ async def test_the_page_of_a_cluster_shows_its_sessions_groups_logs_and_usage(as
     assert "gpu 2 4.00 32.00 256.00 4.00" in text
     assert "Total 7 41.50 107.00 506.00 4.00" in text
     assert "The web UI created this cluster" in text
+    failed = await text_of(ask("clusters/night"))
+    assert "exceeded quota: memory=64Gi" in failed
+    assert "Delete…" in failed
+    assert "Client(" not in failed
 
 
 async def test_without_a_port_for_dashboards_the_page_has_no_links_to_them():
@@ -99,13 +103,6 @@ async def test_without_a_port_for_dashboards_the_page_has_no_links_to_them():
             page = await ask("clusters/etl")
         assert (found["dashboard"] is not None) is has_dashboards
         assert ("frame-src 'none'" not in page.headers["Content-Security-Policy"]) is has_dashboards
-
-
-async def test_the_page_of_a_failed_cluster_shows_the_reason_and_deletes_it(ask):
-    text = await text_of(ask("clusters/night"))
-    assert "exceeded quota: memory=64Gi" in text
-    assert "Delete…" in text
-    assert "Client(" not in text
 
 
 async def test_the_page_shows_the_first_of_many_sessions_and_starting_ones_before_connected_ones():
@@ -171,9 +168,8 @@ async def test_an_unknown_cluster_or_address_shows_an_error_page(ask):
     assert "<h1>No such page</h1>" in other.body.decode()
     assert "No page is at this address" in other.body.decode()
     assert 'href="../../static/serve.css"' in other.body.decode()
-
-
-# -- the form of a new cluster
+    of_the_api = await ask("api/nothing")
+    assert (of_the_api.code, of_the_api.body) == (404, b'{"error": "No page is at this address"}')
 
 
 def test_the_form_offers_the_options_of_the_command_line():
@@ -248,10 +244,12 @@ def test_an_invalid_text_is_refused_without_repeating_it():
         assert "s3cr3t" not in str(error.value)
 
 
-# -- ended clusters
-
-
-async def test_ended_clusters_are_listed_with_sums_by_day_and_user(ask):
+async def test_ended_clusters_are_listed_with_escaped_texts_and_with_sums_by_day_and_user(ask):
+    for path in ("history", "history/00000000000000bb"):
+        html = (await ask(path)).body.decode()
+        assert "&lt;img src=x&gt;&#39;&#34;" in html
+        for tag in ("<img src=x", "<script>alert", "<b>bob"):
+            assert tag not in html
     text = await text_of(ask("history"))
     assert "churn-model idle for 1800 s alice 2026-11-23 02:30 6 h 7 107.00 506.00 4.00" in text
     assert "By day of the end" in text
@@ -289,9 +287,71 @@ async def test_where_prices_are_set_pages_show_costs(ask):
         assert [words for words in costs if words not in text] == []
 
 
-async def test_texts_of_ended_clusters_are_escaped(ask):
-    for path in ("history", "history/00000000000000bb"):
-        html = (await ask(path)).body.decode()
-        assert "&lt;img src=x&gt;&#39;&#34;" in html
-        for tag in ("<img src=x", "<script>alert", "<b>bob"):
-            assert tag not in html
+DASHBOARD = Path(__file__).parents[1] / "docs" / "_static" / "grafana.json"
+LABELS = {"cluster", "group", "state", "status", "cause", "le"}
+
+
+def values(family, *labels):
+    return {tuple(sample.labels[label] for label in labels): sample.value for sample in family.samples}
+
+
+@pytest.fixture
+async def found():
+    async with served(StandInClusters(several())) as ask:
+        answer = await ask("metrics")
+    assert answer.code == 200
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    return {family.name: family for family in text_string_to_metric_families(answer.body.decode())}
+
+
+async def test_metrics_count_sessions_launches_losses_and_times_with_few_labels(found):
+    sessions = values(found["dask_cml_sessions"], "cluster", "group", "state")
+    assert sessions["etl", "default", "connected"] == 24
+    assert sessions["churn-model", "gpu", "connected"] == sessions["churn-model", "gpu", "starting"] == 1
+    assert sessions["etl", "scheduler", "connected"] == 1
+    assert values(found["dask_cml_wanted_workers"], "cluster", "group")["churn-model", "gpu"] == 2
+    assert values(found["dask_cml_clusters"], "status")[("running",)] == 3
+
+    assert values(found["dask_cml_launches"], "cluster", "group")["etl", "default"] == 4
+    assert values(found["dask_cml_losses"], "cluster", "group", "cause")["etl", "default", "evicted"] == 2
+    assert values(found["dask_cml_session_seconds"], "cluster", "group")["etl", "default"] == 12.5 * 3600
+    assert {sample.name for sample in found["dask_cml_launches"].samples} == {"dask_cml_launches_total"}
+
+    times = found["dask_cml_start_seconds"]
+    buckets = {
+        sample.labels["le"]: sample.value for sample in times.samples if sample.name.endswith("_bucket")
+    }
+    assert times.type == "histogram"
+    assert [buckets[limit] for limit in ("5", "10", "60", "1800", "+Inf")] == [0, 1, 2, 2, 3]
+    sums = {sample.value for sample in times.samples if sample.name.endswith("_sum")}
+    assert sums == {5052}
+    used = {label for family in found.values() for sample in family.samples for label in sample.labels}
+    assert used == LABELS
+
+
+async def test_without_prometheus_client_the_page_shows_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client.exposition", None)
+    async with served(StandInClusters([])) as ask:
+        answer = await ask("metrics")
+    assert answer.code == 501
+    assert (
+        answer.body.decode()
+        == "/metrics needs a package that is not installed: run `pip install prometheus-client`."
+    )
+
+
+async def test_the_dashboard_uses_existing_metrics_and_labels(found):
+    board = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [
+        variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"
+    ]
+    names = {sample.name: {*sample.labels} for family in found.values() for sample in family.samples}
+    for query in queries:
+        [name] = re.findall(r"\bdask_cml_\w+", query)
+        assert name in names, query
+        labels = re.findall(r"by \(([^)]*)\)|[{](\w+)=|_sessions, (\w+)", query)
+        used = {label.strip() for group in labels for part in group for label in part.split(",") if label}
+        assert used <= names[name], query
+    shown = {family for family in found if any(family in query for query in queries)}
+    assert shown == {*found}

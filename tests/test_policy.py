@@ -1,9 +1,16 @@
-"""How many sessions a worker group needs for the work that is known: the decision at one moment."""
+"""How many sessions a worker group needs for the work that is known: at one moment, and over time.
 
-from __future__ import annotations
+Over time, the clock, the sessions and the scheduler are simulated: nothing waits, and each run is the same.
+"""
+
+import asyncio
+import heapq
+from types import SimpleNamespace
 
 import pytest
 
+from dask_cml import CMLAdaptive
+from dask_cml.core import adaptive
 from dask_cml.core.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
 
 GPU = {"GPU": 1}
@@ -18,7 +25,6 @@ def gpus(name="gpu", n=1.0, **values):
 
 
 def work(n, seconds=1.0, unrunnable=0, **resources):
-    """So many tasks of so many seconds each."""
     return Work(resources, n, n * seconds, unrunnable)
 
 
@@ -35,14 +41,6 @@ def wanted(
         target_duration=target,
         minimum=minimum,
     )
-
-
-# -- which group does the work
-
-
-def groups_of(supplies, **resources):
-    snapshot = Snapshot([work(1, **resources)], supplies)
-    return [supply.name for supply in supplies if snapshot.work_of(supply.name)]
 
 
 FIXED = {"adapts": False}
@@ -78,10 +76,8 @@ BOTH.resources["FPGA"] = 1
     ],
 )
 def test_tasks_scale_up_the_one_group_that_fits_best(supplies, needs, group):
-    assert groups_of(supplies, **needs) == ([] if group is None else [group])
-
-
-# -- how many sessions the work needs
+    snapshot = Snapshot([work(1, **needs)], supplies)
+    assert [supply.name for supply in supplies if snapshot.work_of(supply.name)] == [group] * bool(group)
 
 
 @pytest.mark.parametrize(
@@ -123,19 +119,12 @@ def test_several_needs_share_threads_and_resources(tasks, sessions):
     assert sessions_to_finish(gpus(), tasks, 5.0) == sessions
 
 
-# -- how many there should be
-
-
 def test_each_group_is_judged_by_its_own_work():
     snapshot = Snapshot([work(100), work(10, GPU=1)], [supply(), gpus()])
     assert wanted(snapshot) == 20
     assert wanted(snapshot, "gpu") == 2
     snapshot = Snapshot([work(100, GPU=1)], [supply(sessions=3), gpus()])
     assert wanted(snapshot, arrived=3) == 0
-
-
-def test_busy_sessions_stay():
-    assert wanted(Snapshot([work(1)], [supply(sessions=5, busy=3)]), arrived=5) == 3
 
 
 def test_sessions_that_only_do_the_work_of_another_group_go():
@@ -153,26 +142,25 @@ def test_sessions_stay_that_do_the_work_of_a_group_without_sessions_or_of_their_
     assert wanted(Snapshot([work(9)], [supply(adapts=False), borrowed]), "gpu", arrived=3) == 3
 
 
-def test_few_long_tasks_get_a_session_each_however_long_that_takes():
-    snapshot = Snapshot([work(10, 100.0)], [supply(sessions=1, busy=1)])
-    assert wanted(snapshot, arrived=1, start=20, minimum=1) == 10
-
-
-def test_more_than_60_percent_of_memory_wants_twice_the_sessions():
-    full = supply(sessions=3, busy=3, managed=181, limit=300)
-    assert wanted(Snapshot([work(3)], [full]), arrived=3) == 6
-    assert wanted(Snapshot([work(3)], [supply(sessions=3, busy=3, managed=180, limit=300)]), arrived=3) == 3
-
-
-@pytest.mark.parametrize(("managed", "stay"), [(0, 0), (1, 1), (100, 2), (101, 3), (150, 3)])
-def test_the_remaining_sessions_can_hold_twice_the_data(managed, stay):
-    snapshot = Snapshot([], [supply(sessions=3, managed=managed, limit=300)])
-    assert wanted(snapshot, arrived=3) == stay
-
-
-def test_workers_without_a_limit_of_memory_stay_while_they_hold_anything():
-    assert wanted(Snapshot([], [supply(sessions=3, managed=1)]), arrived=3) == 3
-    assert wanted(Snapshot([], [supply(sessions=3, managed=0)]), arrived=3) == 0
+@pytest.mark.parametrize(
+    ("tasks", "have", "sessions"),
+    [
+        ([work(1)], {"sessions": 5, "busy": 3}, 3),  # busy ones stay
+        ([work(10, 100.0)], {"sessions": 1, "busy": 1}, 10),  # few long tasks get one each
+        # more than 60 % of the memory wants twice as many
+        ([work(3)], {"sessions": 3, "busy": 3, "managed": 181, "limit": 300}, 6),
+        ([work(3)], {"sessions": 3, "busy": 3, "managed": 180, "limit": 300}, 3),
+        # those that remain can hold twice the data
+        *(([], {"sessions": 3, "managed": n, "limit": 300}, m) for n, m in ((0, 0), (1, 1), (100, 2))),
+        *(([], {"sessions": 3, "managed": n, "limit": 300}, 3) for n in (101, 150)),
+        # without a limit of memory they stay while they hold anything
+        ([], {"sessions": 3, "managed": 1}, 3),
+        ([], {"sessions": 3, "managed": 0}, 0),
+    ],
+)
+def test_how_many_sessions_are_wanted_of_those_that_are_there(tasks, have, sessions):
+    snapshot, n = Snapshot(tasks, [supply(**have)]), have["sessions"]
+    assert wanted(snapshot, arrived=n, start=20, minimum=int(n == 1)) == sessions
 
 
 def test_the_data_of_a_group_can_be_held_by_another_and_no_two_count_on_each_other():
@@ -190,12 +178,23 @@ def test_data_that_others_cannot_hold_keeps_a_group():
     assert (wanted(snapshot, arrived=1), wanted(snapshot, "gpu", arrived=2)) == (1, 1)
 
 
-# -- what no worker will run
-
-
-def test_tasks_that_need_resources_of_no_group_are_reported():
-    snapshot = Snapshot([work(3, unrunnable=3, FPGA=1)], [supply(), gpus()])
-    assert [*unrunnable(snapshot, []).values()] == ["3 tasks need FPGA=1, which no worker group offers"]
+def test_tasks_that_no_worker_will_run_are_reported_and_no_others():
+    fixed, adapt = [supply(adapts=False), gpus(adapts=False)], [supply(), gpus()]
+    restricted = {("mine-7",): 1, ("mine-8", "mine-9"): 2, ("mine-1",): 3}
+    will_not_run = [
+        "1 task is restricted to mine-7, which the cluster does not have",
+        "2 tasks are restricted to mine-8 or mine-9, which the cluster does not have",
+    ]
+    nobody = "3 tasks wait, but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
+    no_group = "3 tasks need FPGA=1, which no worker group offers"
+    for snapshot, words in (
+        (Snapshot([work(3, unrunnable=3, FPGA=1)], adapt), [no_group]),
+        (Snapshot([work(3, unrunnable=3)], fixed), [nobody]),
+        (Snapshot(restricted=restricted), will_not_run),
+        (Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply(adapts=False, target=1)]), []),
+        (Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply()]), []),  # it adapts
+    ):
+        assert [*unrunnable(snapshot, ["mine-0", "mine-1"]).values()] == words
 
 
 def test_tasks_for_a_group_without_workers_are_reported_until_it_is_scaled():
@@ -209,25 +208,204 @@ def test_tasks_for_a_group_without_workers_are_reported_until_it_is_scaled():
     assert not unrunnable(Snapshot(tasks, [supply(), gpus()]), [])
 
 
-def test_tasks_for_workers_that_will_not_connect_are_reported():
-    snapshot = Snapshot(restricted={("mine-7",): 1, ("mine-8", "mine-9"): 2, ("mine-1",): 3})
-    assert [*unrunnable(snapshot, ["mine-0", "mine-1"]).values()] == [
-        "1 task is restricted to mine-7, which the cluster does not have",
-        "2 tasks are restricted to mine-8 or mine-9, which the cluster does not have",
-    ]
+TICK = 0.05
+MAXIMUM = 20
 
 
-def test_tasks_that_run_or_wait_for_workers_are_no_trouble():
-    tasks = [work(3, FPGA=1), work(3, unrunnable=3)]
-    assert not unrunnable(Snapshot(tasks, [supply(adapts=False, target=1)]), [])
-    assert not unrunnable(Snapshot(tasks, [supply()]), [])  # it adapts
+class Sessions(dict):
+    """The sessions that are launched, which are the wanted ones of the group."""
+
+    def __call__(self, group):
+        return [*self]
 
 
-def test_tasks_wait_for_ever_in_a_cluster_without_workers():
-    snapshot = Snapshot([work(3, unrunnable=3)], [supply(adapts=False), gpus(adapts=False)])
-    assert [*unrunnable(snapshot, []).values()] == [
-        "3 tasks wait, but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
-    ]
+class Simulation:
+    """As much of a cluster and its scheduler as adaptive scaling uses, with equal tasks.
+
+    A session takes `start` seconds to start, and a task `task` seconds. Unless the scheduler knows that, it
+    takes tasks to last 0.5 s until one is over.
+    """
+
+    name = "mine"
+    sharing = SimpleNamespace(keeps=True, is_keeper=True)
+
+    def __init__(self, start, task=1.0, *, is_known=False, n_workers=0, **options):
+        self.now, self.start, self.task, self.is_known = 0.0, start, task, is_known
+        self.n_waiting = 0
+        self.task_ends, self.arrivals, self.workers, self.connected = {}, {}, Sessions(), []
+        self.launched = self.closed = self.closed_while_starting = 0
+        self.session_seconds = 0.0
+        self.options = self.demand = self.processes = self.retirements = self.groups = self
+        self.woken = asyncio.Event()
+        self.resize("default", n_workers, ())
+        self.connected, self.launched = [*self.workers], 0
+        defaults = {"minimum": 0, "maximum": MAXIMUM}
+        defaults |= {"interval": "1s", "wait_count": 3, "target_duration": "5s"}
+        self.adaptive = CMLAdaptive(self, **{**defaults, **options})
+
+    # -- the cluster and its keeper
+
+    def arrived(self, group):
+        return {*self.connected}
+
+    def affordable(self, n, group):
+        return n
+
+    def start_time(self, group):
+        return self.start
+
+    def __contains__(self, group):
+        return group == "default"
+
+    def target(self, group):
+        return len(self.workers)
+
+    def resize(self, group, n, absent):
+        while len(self.workers) < n:
+            name = f"mine-{len(self.arrivals)}"
+            self.launched += 1
+            self.workers[name] = SimpleNamespace(launched_at=self.now)
+            self.arrivals[name] = self.now + self.start
+
+    async def choose(self, group, n, **more):
+        starting = [name for name in self.workers if name not in self.connected]
+        idle = [name for name in self.connected if name not in self.task_ends]
+        return [*dict.fromkeys([*starting, *reversed(idle), *reversed(self.connected)])][:n]
+
+    def drop(self, names):
+        for name in names:
+            self.closed += 1
+            self.closed_while_starting += name not in self.connected
+            self.n_waiting += self.task_ends.pop(name, None) is not None
+            del self.workers[name]
+            self.connected = [other for other in self.connected if other != name]
+
+    # -- the scheduler
+
+    @property
+    def n_tasks(self):
+        return self.n_waiting + len(self.task_ends)
+
+    async def snapshot(self, max_age):
+        seconds = self.n_tasks * (self.task if self.is_known else 0.5)
+        work = [Work({}, tasks=self.n_tasks, seconds=seconds)] if self.n_tasks else []
+        n, busy = len(self.connected), len(self.task_ends)
+        supply = Supply("default", adapts=True, target=len(self.workers), sessions=n, busy=busy)
+        return Snapshot(work, [supply])
+
+    # -- the time
+
+    async def work(self, times):
+        """Have tasks submitted at these times from now on. Return the seconds until all are done."""
+        begin, times = self.now, sorted(times, reverse=True)
+        while times or self.n_tasks:
+            while times and begin + times[-1] <= self.now:
+                times.pop()
+                self.n_waiting += 1
+            await self.tick()
+        return self.now - begin
+
+    async def idle(self, seconds):
+        end = self.now + seconds
+        while self.now < end:
+            await self.tick()
+
+    async def tick(self):
+        for name in [name for name, end in self.task_ends.items() if end <= self.now]:
+            del self.task_ends[name]
+            self.is_known = True
+        starting = [name for name in self.workers if name not in self.connected]
+        self.connected += [name for name in starting if self.arrivals[name] <= self.now]
+        free = [name for name in self.connected if name not in self.task_ends][: self.n_waiting]
+        self.n_waiting -= len(free)
+        self.task_ends.update((name, self.now + self.task) for name in free)
+        if round(self.now / TICK) % round(1 / TICK) == 7:
+            await self.adaptive.adapt()
+        self.session_seconds += TICK * len(self.workers)
+        self.now = round(self.now + TICK, 6)
 
 
-# -- what it is decided by
+@pytest.fixture
+def simulate(monkeypatch):
+    """Make a simulation, and let adaptive scaling look at its clock."""
+
+    def simulate(*arguments, **options):
+        made = Simulation(*arguments, **options)
+        monkeypatch.setattr(adaptive, "monotonic", lambda: made.now)
+        return made
+
+    return simulate
+
+
+def ideal(times, n, start, task):
+    """Return the seconds that n sessions need, launched when the work begins."""
+    free = [start] * n
+    for moment in sorted(times):
+        heapq.heapreplace(free, max(free[0], moment) + task)
+    return max(free)
+
+
+BURST = [0.0] * 600
+TRICKLE = [i / 7.5 for i in range(2250)]
+WORKLOADS = {"one burst": [BURST], "two bursts": [BURST, BURST], "trickle": [TRICKLE]}
+
+
+@pytest.mark.parametrize("start", [0, 5, 20])
+@pytest.mark.parametrize("workload", WORKLOADS)
+async def test_time_sessions_and_cost_are_close_to_the_best(simulate, workload, start):
+    run = simulate(start)
+    seconds = best = needed = cost = 0.0
+    for times in WORKLOADS[workload]:
+        seconds += await run.work(times)
+        await run.idle(60)
+        shortest = ideal(times, MAXIMUM, start, run.task)
+        n = next(n for n in range(1, 21) if ideal(times, n, start, run.task) <= 1.1 * shortest)
+        best += shortest
+        needed += n
+        cost += n * shortest
+    assert seconds <= 1.1 * best
+    assert run.launched <= 1.2 * needed
+    assert run.session_seconds <= 1.2 * cost
+    assert not run.workers
+    assert run.closed_while_starting == 0
+
+
+@pytest.mark.parametrize("start", [0.5, 5, 20, 60])
+async def test_work_that_ends_before_a_session_would_come_launches_none(simulate, start):
+    run = simulate(start, is_known=True, n_workers=4, minimum=4)
+    await run.work([0.0] * int(4 * start))
+    assert run.launched == 0
+
+
+@pytest.mark.parametrize("start", [0, 5, 20])
+async def test_unneeded_sessions_are_kept_for_the_time_of_a_start(simulate, start):
+    run = simulate(start)
+    await run.work(BURST)
+    run.task = 1000
+    run.n_waiting = 1
+    await run.idle(start)
+    assert run.closed == 0
+    await run.idle(6)
+    assert len(run.workers) == 1
+
+
+async def test_sessions_are_kept_for_work_that_comes_back_sooner_than_they_start(simulate):
+    run = simulate(20)
+    await run.idle(5)
+    await run.work(BURST)
+    await run.idle(8)
+    assert run.closed == 20
+    for _ in range(5):
+        await run.work(BURST)
+        await run.idle(8)
+    assert run.closed == 20
+    await run.idle(20)
+    assert not run.workers
+
+
+async def test_target_duration_and_wait_count_are_respected(simulate):
+    run = simulate(0, is_known=True, target_duration="60s", wait_count=30)
+    await run.work([0.0] * 120)
+    assert run.launched == 2
+    await run.idle(28)
+    assert run.closed == 0

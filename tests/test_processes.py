@@ -1,14 +1,12 @@
 """One session each for scheduler and worker: launched, watched, closed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from datetime import datetime, timezone
-from types import SimpleNamespace
 
 import dask.config
 import pytest
+from clusters import stopped_clock
 from distributed import Scheduler
 from distributed.core import Status
 from schedulers import RECORD, prepare, scheduler_in
@@ -19,10 +17,10 @@ from simulated.testing import eventually
 from dask_cml import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
-from dask_cml.sessions import calls, process, session, tls
+from dask_cml.scheduler import plugin
+from dask_cml.sessions import process, tls, workers_api
 from dask_cml.sessions.plan import Place
-from dask_cml.sessions.process import CMLScheduler, CMLWorker
-from dask_cml.sessions.session import Phase
+from dask_cml.sessions.process import CMLScheduler, CMLWorker, Phase
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
 
@@ -31,8 +29,8 @@ from dask_cml.timing import timing
 def quick(monkeypatch):
     monkeypatch.setattr(process, "_POLL_INTERVAL", 0.01)
     monkeypatch.setattr(process, "_ANSWER_TIMEOUT", 1)
-    monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.004)
+    monkeypatch.setattr(workers_api, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(workers_api, "_LONGEST_PAUSE", 0.004)
     with dask.config.set({"cml.api.poll-interval": "10ms", "cml.api.retries": 3}):
         yield
 
@@ -65,14 +63,11 @@ def folder(tmp_path):
 
 @pytest.fixture
 def make(api, folder):
-    """Make the scheduler's session, unlaunched."""
     return lambda **options: CMLScheduler(api, read(**options), Place(folder))
 
 
 @pytest.fixture
 def make_worker(api, folder):
-    """Make a worker's session, unlaunched."""
-
     def make_worker(name="mine-0", address="tcp://10.0.0.1:8786", **options):
         options = read(**options)
         return CMLWorker(address, name, api=api, options=options, place=Place(folder))
@@ -82,17 +77,15 @@ def make_worker(api, folder):
 
 @pytest.fixture
 async def running():
-    """A scheduler that answers."""
     async with Scheduler(host="127.0.0.1", port=0, dashboard=False, dashboard_address=":0") as scheduler:
+        await plugin.dask_setup(scheduler)
         yield scheduler
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """The time by which sessions are late: it passes when a test says so."""
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(session, "time", clock)
-    return clock
+    return stopped_clock(monkeypatch, process)
 
 
 @pytest.fixture
@@ -127,12 +120,8 @@ async def begin(stub, scheduler):
 
 
 async def listings(stub, n):
-    """Wait for so many more listings."""
     enough = stub.count("list_workers") + n
     await eventually(lambda: stub.count("list_workers") >= enough)
-
-
-# -- the scheduler's start
 
 
 async def test_start_returns_once_the_scheduler_answers(stub, make, folder, running):
@@ -239,9 +228,6 @@ async def test_a_session_of_which_no_list_was_seen_may_be_queued(stub, make, clo
         await starting
 
 
-# -- whose scheduler it is
-
-
 @pytest.mark.parametrize(
     ("record", "number", "ours"), [(RECORD, 0, True), ("another", 0, False), (RECORD, 1, False)]
 )
@@ -283,9 +269,6 @@ async def test_the_session_that_took_the_name_first_is_the_schedulers(stub, api,
     monkeypatch.delenv("CDSW_ENGINE_ID")
     await api.close()
     assert second not in stub.live
-
-
-# -- a worker's start
 
 
 async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api, make_worker, clock):
@@ -340,9 +323,6 @@ async def test_a_session_that_the_list_lacks_for_long_and_had_before_is_not_know
     stub.set(worker.session_id, listed=True)
     assert not worker.update(await api.sessions())
     assert worker.session.status == "running"
-
-
-# -- close
 
 
 async def test_close_stops_exactly_its_session_and_may_be_called_again(stub, api, make, make_worker):

@@ -1,7 +1,5 @@
 """The tables in README.md of promises and protections: they and the tests name each other."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
@@ -16,7 +14,6 @@ INNER = {"sharing", "groups", "processes", "launches", "record", "view", "is_kee
 
 
 def chapter(title: str) -> str:
-    """Return a chapter of README.md."""
     [text] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", (TESTS / "README.md").read_text(), re.M | re.S)
     return text
 

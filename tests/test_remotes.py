@@ -1,7 +1,5 @@
 """Clusters that another process keeps: what a remote shows, and what it does if nobody answers."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -16,6 +14,7 @@ from clusters import (
     record_of,
     run_command,
     scheduler_number,
+    shut_down,
     simulate,
     step_in,
     target,
@@ -24,11 +23,12 @@ from distributed.scheduler import WorkerState
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError
+from dask_cml.protocol import Request
 from dask_cml.records import store
-from dask_cml.scheduler.board import Request
+from dask_cml.scheduler.board import BoardState
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.resident import WHO
-from dask_cml.sharing.link import BoardState, Link
+from dask_cml.sharing.link import Link
 
 
 @pytest.mark.slow
@@ -44,8 +44,7 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
             await check(record)
 
         check = step_in(remote, "checks the scheduler", check_later)
-        [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
-        it.platform.evict(scheduler.id)
+        it.platform.evict(cluster.sessions[0].id)
         await eventually(lambda: scheduler_number(cluster) == 1 and arrived(cluster) == 1)
         may_follow.set()
         await eventually(lambda: remote.worker_spec.keys() == cluster.worker_spec.keys())
@@ -61,13 +60,13 @@ async def test_a_remote_that_has_waited_for_workers_shows_them_although_an_older
 
         async def answer_late(op, *args, **kwargs):
             answer = await ask(op, *args, **kwargs)
-            if op == "identity":
+            if op == "identity" and not asked.is_set():
                 asked.set()
                 await waited.wait()
             return answer
 
-        async def take_and_count(board):
-            await take(board)
+        async def take_and_count():
+            await take()
             counts.append(len(remote.scheduler_info["workers"]))
 
         ask = step_in(remote, "asks the scheduler", answer_late)
@@ -87,8 +86,7 @@ async def test_a_remote_that_has_waited_for_workers_shows_them_although_an_older
 async def test_a_change_that_a_remote_cannot_write_is_not_remembered(it):
     async with simulate(name="mine", n_workers=2) as cluster, rebuild("mine") as remote:
         await eventually(lambda: arrived(remote) == 2)
-        [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
-        it.sessions.freeze(scheduler.id)
+        it.sessions.freeze(cluster.sessions[0].id)
         with pytest.raises(CMLError, match="does not answer"):
             await remote.scale_down(["mine-0"])
         await eventually(lambda: scheduler_number(cluster) == scheduler_number(remote) == 1)
@@ -98,29 +96,14 @@ async def test_a_change_that_a_remote_cannot_write_is_not_remembered(it):
 
 
 @simulated
-async def test_a_cluster_that_is_shut_down_while_it_is_entered_says_so(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        remote = rebuild(cluster.options.name)
-        correct = remote._correct_state
-
-        async def close_and_correct():
-            await remote.close()
-            await correct()
-
-        remote._correct_state = lambda: asyncio.ensure_future(close_and_correct())
-        with pytest.raises(CMLError, match="not connected: cluster mine is closed"):
-            async with remote:
-                pytest.fail("it was entered")
-
-
-@simulated
-async def test_a_worker_whose_memory_limit_is_no_number_spoils_no_view(it, monkeypatch):
+async def test_neither_a_memory_limit_that_is_no_number_nor_an_odd_url_spoils_a_view(it, monkeypatch):
     def identity(worker):
         return {**of_dask(worker), "memory_limit": None}
 
     of_dask = WorkerState.identity
     monkeypatch.setattr(WorkerState, "identity", identity)
     async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as remote:
+        it.platform.set(cluster.sessions[0].id, app_url="javascript:alert(1)")
         for n in 1, 2:  # at first, and as news
             await cluster.scale(n)
             await eventually(lambda n=n: arrived(cluster) == arrived(remote) == n)
@@ -129,15 +112,8 @@ async def test_a_worker_whose_memory_limit_is_no_number_spoils_no_view(it, monke
                 assert "Total memory" in shown._repr_html_()
                 # So does the sidebar.
                 assert sum(worker["memory_limit"] for worker in shown.scheduler_info["workers"].values()) == 0
-
-
-@simulated
-async def test_an_odd_url_of_a_session_keeps_no_report_from_the_others(it):
-    async with simulate(name="lab") as cluster, rebuild("lab") as remote:
-        it.platform.set(cluster.sessions[0].id, app_url="javascript:alert(1)")
-        await cluster.scale(1)
-        await eventually(lambda: [session.name for session in remote.sessions][1:] == ["lab-0"])
-        await eventually(lambda: "running" in remote.sessions[1].status)
+        await eventually(lambda: [session.name for session in remote.sessions][1:] == ["lab-0", "lab-1"])
+        await eventually(lambda: "running" in remote.sessions[2].status)
         assert remote.sessions[0].app_url is None
 
 
@@ -174,7 +150,7 @@ async def test_a_request_that_the_scheduler_has_by_a_report_is_not_posted_again_
     await eventually(lambda: store.read("mine").scheduler.manager == WHO)
     await asyncio.sleep(10.0)
     assert store.read("mine").scheduler.groups["default"].target == 2
-    await (await rebuild("mine")).shutdown()
+    await shut_down("mine")
 
 
 async def test_the_answer_of_a_replaced_scheduler_does_not_count_for_a_request():
@@ -208,3 +184,12 @@ async def test_a_cluster_is_found_whose_scheduler_names_no_session(it, monkeypat
         await eventually(lambda: arrived(remote) == arrived(cluster) == 2)
         assert remote.problem is None
     assert not it.platform.live
+
+
+@simulated
+async def test_who_connects_waits_for_no_list_of_a_platform_that_hangs(it):
+    async with simulate(name="mine"):
+        with it.platform.hangs("list_workers", times=1000):
+            began = asyncio.get_running_loop().time()
+            async with rebuild("mine"):
+                assert asyncio.get_running_loop().time() - began < 1

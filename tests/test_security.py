@@ -1,10 +1,10 @@
 """What speaks with a cluster must have its keys, which are in their files alone."""
 
-from __future__ import annotations
-
 import asyncio
+import ipaddress
 import os
 import socket
+import ssl
 import stat
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from clusters import make, until_written, write_record
+from conftest import processes_of
 from cryptography import x509
 from distributed import Client, Scheduler
 from distributed.comm.registry import get_backend
 from distributed.security import Security
 
+from dask_cml import CMLCluster
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.record import Record, SchedulerState
@@ -85,11 +87,12 @@ async def test_nobody_leaves_a_cluster_with_keys_for_an_address_without_encrypti
 @pytest.mark.slow
 async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(platform, holds):
     """On a laptop, another user may listen there. Dask then serves the dashboard at another port."""
-    platform.configure(start_delay=1)
+    platform.configure(quota={"sessions": 0}, over_quota="wait")
     starting = asyncio.ensure_future(make(name="mine", scheduler_args=[]))
     await holds(lambda: platform.sessions())
     [session] = platform.sessions()
     with socket.create_server(("127.0.0.1", urlsplit(session["app_url"]).port)):
+        platform.configure(quota=None)
         cluster = await starting
         async with cluster:
             await until_written(cluster)
@@ -99,7 +102,6 @@ async def test_no_link_leads_to_a_server_that_took_the_dashboards_port_first(pla
             assert store.read("mine").dashboard_link is None
 
 
-@pytest.mark.slow
 @pytest.mark.images
 async def test_tasks_may_have_open_clusters_of_their_own(platform):
     """With its keys, the environment does not require encryption of all that a session does."""
@@ -152,7 +154,6 @@ def test_keys_are_valid_where_the_clock_is_slow(tmp_path):
     assert certificate.not_valid_after_utc > begun + timedelta(days=364)
 
 
-@pytest.mark.slow
 @pytest.mark.images
 async def test_a_given_security_is_used_unchanged(platform, tmp_path):
     """Its keys may be in files, also in those of their certificates."""
@@ -208,3 +209,62 @@ async def test_an_unusable_security_is_refused_before_anything_is_launched(platf
             with pytest.raises(ValueError, match=f"invalid security: .* {words}"):
                 await make(security=files(**{name: f"~/{wrong}"}))
     assert platform.list_workers() == []
+
+
+_LISTENS = "0A"  # the state of such sockets in /proc
+
+
+def listening(process):
+    """Return where anybody in the network of a process accepts connections: addresses and ports."""
+    found = set()
+    for table in "tcp", "tcp6":
+        for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == _LISTENS:
+                address, port = local.split(":")
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((ipaddress.ip_address(b"".join(words)), int(port, 16)))
+    return found
+
+
+def without_keys(address):
+    """Return with which error a TLS handshake without a certificate ends."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection(address, timeout=60) as connection,
+            context.wrap_socket(connection) as encrypted,
+        ):
+            return f"it says {encrypted.recv(100)!r}"
+    except OSError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_every_port_is_on_loopback_or_wants_the_clusters_keys(namespaces):
+    options = {"forward_dashboard": True, "processes": 2, "cpu": 2, "worker_args": [], "scheduler_args": []}
+    with (
+        CMLCluster(n_workers=1, platform="local", quiet=True, **options) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(2)
+        mine = {
+            connection.laddr.ip
+            for connection in psutil.Process().net_connections()
+            if connection.status == "LISTEN"
+        }
+        assert mine == {"127.0.0.1"}
+        loopback, reachable = set(), set()
+        for process in processes_of(Path(os.environ["DASK_CML_LOCAL_DIRECTORY"])):
+            session = process.environ().get("CDSW_IP_ADDRESS")
+            if os.stat(f"/proc/{process.pid}/ns/net") == os.stat("/proc/self/ns/net"):
+                continue  # what starts the sessions
+            for address, port in listening(process):
+                (loopback if address.is_loopback else reachable).add((session, port))
+        # The dashboard's port, and each worker process's health and metrics.
+        assert len(loopback) == 3
+        # The scheduler's, and those of each worker process and its nanny.
+        assert len(reachable) == 5
+        for address in reachable:
+            assert "CERTIFICATE_REQUIRED" in without_keys(address), address

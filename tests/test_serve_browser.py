@@ -1,7 +1,5 @@
 """The web UI of ``dask cml serve`` in Chromium: a real server with real clusters."""
 
-from __future__ import annotations
-
 import re
 from urllib.parse import urlsplit
 
@@ -73,16 +71,6 @@ def has_workers(page, n):
     cell.filter(has_text=re.compile(rf"^\s*{n}\s*$")).wait_for()
 
 
-def is_drawn_anew(page):
-    """Wait for two refreshes of the page, after which it shows the first one."""
-    for _ in range(2):
-        with page.expect_response(page.url):
-            pass
-
-
-# -- what the pages show
-
-
 def test_the_list_refreshes_itself(opened, server):
     page = opened()
     page.evaluate("window.opened = 'once'")
@@ -132,7 +120,7 @@ def test_a_dashboard_cannot_reach_the_page_cookies_or_other_dashboards(opened, n
     page.locator("#dashboard summary").click()
     page.locator("#view iframe").wait_for()
     [pane] = [frame for frame in page.frames if frame.parent_frame]
-    pane.wait_for_load_state()
+    pane.wait_for_url(re.compile("^http"))
     assert urlsplit(pane.url).netloc != urlsplit(server.url).netloc
     refused = "attempt => { try { return String(attempt()) } catch (error) { return error.name } }"
     for attempt in ("document.cookie", "localStorage", "parent.document", "navigator.serviceWorker.register"):
@@ -153,7 +141,8 @@ def test_in_a_cml_session_the_page_draws_dashboards_from_the_second_port(
     headers = {"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"}
     with PageServer(tmp_path, "application") as application:
         rule = f"--host-resolver-rules=MAP *.ml.test 127.0.0.1:{application.dashboard_port}"
-        browser = chrome.browser_type.launch(executable_path=chromium(), args=["--no-sandbox", rule])
+        options = {"executable_path": chromium(), "args": ["--no-sandbox", rule]}
+        browser = chrome.browser_type.launch(**options, timeout=PATIENCE * 1000)
         try:
             page = browser.new_page(extra_http_headers=headers)
             page.set_default_timeout(PATIENCE * 1000)
@@ -197,9 +186,6 @@ def test_the_page_shows_a_lost_connection_and_reconnects(opened, shared_platform
         page.locator("#connection").wait_for(state="hidden")
 
 
-# -- changes
-
-
 def test_a_group_adapts_until_it_is_stopped(opened, night, server, until):
     page = opened(f"clusters/{night}")
     page.get_by_role("button", name="Scale… the group default").click()
@@ -208,7 +194,9 @@ def test_a_group_adapts_until_it_is_stopped(opened, night, server, until):
     page.get_by_role("button", name="Adapt", exact=True).click()
     refusal = page.get_by_role("alert").filter(has_text="invalid")
     refusal.wait_for()
-    is_drawn_anew(page)
+    for _ in range(2):  # refreshes of the page, after which it shows the first one
+        with page.expect_response(page.url):
+            pass
     assert refusal.is_visible()
     page.get_by_label("to", exact=True).fill("2")
     page.get_by_role("button", name="Adapt", exact=True).click()
@@ -244,14 +232,14 @@ def test_a_refused_form_shows_the_reason_and_can_be_corrected(opened, server, sh
         assert server.ask("DELETE", "api/clusters/created")[0] == 200
         page.goto(f"{page.home}new")
         page.get_by_label("Name name").fill("created")
-    shared_platform.configure(start_delay=4)  # longer than the form waits
+    shared_platform.configure(quota={"sessions": 0}, over_quota="wait")  # longer than the form waits
     page.get_by_label("Worker sessions").fill("1")
     page.locator("summary", has_text="Every session").click()
     page.get_by_label("Environment variables").fill("GREETING=hello there\nEMPTY=")
     page.get_by_role("button", name="Create").click()
     page.wait_for_url("**/clusters/created")
-    shared_platform.configure(start_delay=0)
     page.locator(".status", has_text="starting").first.wait_for()
+    shared_platform.configure(quota=None, over_quota="refuse")
     page.locator("#dashboard summary").click()  # it comes when the cluster runs
     page.locator("#view iframe").wait_for()
     has_workers(page, 1)

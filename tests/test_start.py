@@ -1,7 +1,5 @@
 """Starts that fail: the error says why, and no session is left."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time
@@ -13,7 +11,7 @@ from simulated.testing import eventually, simulated
 from testbed import faults
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout
-from dask_cml.sessions import mesh
+from dask_cml.sessions import here
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -36,9 +34,10 @@ def shown(error):
     return "".join(traceback.format_exception(error)).splitlines(), error._render_traceback_()
 
 
-def test_a_refusal_is_shown_with_the_callers_frames_only(platform, start):
-    platform.configure(quota={"sessions": 0})
+def test_a_refusal_is_shown_with_the_callers_frames_only_and_leaves_no_session(platform, start):
+    platform.inject("refused", match="The scheduler of")
     error = start(LaunchRefused)
+    assert platform.sessions()  # half created
     lines, in_notebook = shown(error)
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
     assert {*modules[1:]} == {"dask_cml.errors"}
@@ -70,17 +69,6 @@ def test_an_error_of_a_running_cluster_is_shown_without_the_event_loop(platform)
     assert {*modules[1:]} == {"dask_cml.errors"}
 
 
-def test_the_error_shows_the_reason_of_an_exhausted_quota_that_refuses_a_worker(platform, start):
-    platform.configure(quota={"sessions": 1})
-    assert "exceeded quota" in str(start(LaunchRefused))
-
-
-def test_a_half_created_session_of_a_refused_launch_is_stopped(platform, start):
-    platform.inject("refused", match="The scheduler of")
-    start(LaunchRefused)
-    assert platform.sessions()
-
-
 @simulated
 async def test_a_start_in_a_mesh_fails_in_time_and_names_the_cure(it, sidecar):
     it.sessions.are_in_mesh = True
@@ -88,13 +76,11 @@ async def test_a_start_in_a_mesh_fails_in_time_and_names_the_cure(it, sidecar):
     with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running") as caught:
         await simulate(n_workers=1, scheduler_timeout=30)
     assert time.monotonic() - began < 60
-    assert str(caught.value).endswith(f"{mesh.EFFECT} An administrator can change the mode:\n{mesh.PERMIT}")
+    assert str(caught.value).endswith(
+        f"{here.MESH_EFFECT} An administrator can change the mode:\n{here.PERMIT_MESH}"
+    )
     assert not it.platform.running
-
-
-@simulated
-async def test_a_mesh_is_not_blamed_for_a_session_that_does_not_run(it, sidecar):
-    it.platform.configure({"sessions": 0}, waits_for_room=True)
+    it.platform.configure({"sessions": 0}, waits_for_room=True)  # a session that does not run is no proof
     with pytest.raises(SchedulerTimeout) as caught:
         await simulate(n_workers=1, pending_timeout=30)
     assert "Istio" not in str(caught.value)

@@ -1,24 +1,21 @@
 """What the user asked for last is what the keeper's steps make of the cluster, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
+import time
+from unittest import mock
 
+import dask
 import pytest
-from clusters import (
-    arrived,
-    log_of,
-    make,
-    simulate,
-    target,
-)
+from clusters import arrived, log_of, make, rebuild, simulate, supplied, target
 from distributed import Client, Worker
 from simulated import running
-from simulated.faults import Mishap
+from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
+from dask_cml.private_files import read_file
 from dask_cml.records import store
+from dask_cml.sessions import process
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -48,14 +45,8 @@ async def test_scale_ends_adapting_whose_launches_are_under_way_or_refused(it):
 
 
 @simulated
-async def test_workers_that_a_user_retires_or_restarts_are_replaced_and_no_failure(it):
-    async with simulate(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await eventually(lambda: has(cluster, 2))
-        for _ in range(3):
-            retired = min(cluster.workers)
-            await client.retire_workers(names=[retired], close_workers=True)
-            await eventually(lambda gone=retired: gone not in cluster.worker_spec and has(cluster, 2))
-        assert "closed; launching a replacement" in log_of(cluster)
+async def test_workers_that_a_user_restarts_are_replaced_and_no_failure(it):
+    async with supplied(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         before = {*cluster.workers}
         # It closes workers that have no nanny, and waits for as many others.
         await client.restart(timeout=120)
@@ -67,8 +58,7 @@ async def test_workers_that_a_user_retires_or_restarts_are_replaced_and_no_failu
 
 @simulated
 async def test_a_launch_that_hangs_delays_no_other_launch_no_look_for_losses_and_no_stop(it):
-    async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: has(cluster, 1))
+    async with supplied(name="mine", n_workers=1) as cluster:
         with it.platform.hangs("launch_workers"):
             cluster.scale(2)
             await eventually(lambda: it.platform.count("launch_workers") == 3)
@@ -87,6 +77,18 @@ async def test_a_launch_that_hangs_delays_no_other_launch_no_look_for_losses_and
 
 
 @simulated
+async def test_an_exhausted_quota_refuses_few_of_a_hundred_launches(it):
+    with dask.config.set({"cml.quota-retry": "1h"}):
+        async with simulate() as cluster:
+            it.platform.configure({"sessions": 3})
+            cluster.scale(100)
+            await eventually(lambda: arrived(cluster) == 2)
+            assert target(cluster) == 100
+            assert it.platform.count("launch_workers") <= 3 + dask.config.get("cml.api.threads")
+            assert log_of(cluster).count("launched 2 of 100 workers") == 1
+
+
+@simulated
 async def test_a_worker_that_nobody_wants_when_its_launch_is_answered_is_stopped(it):
     async with simulate() as cluster:
         for n, after in enumerate((False, True), 1):
@@ -100,8 +102,15 @@ async def test_a_worker_that_nobody_wants_when_its_launch_is_answered_is_stopped
 
 
 @simulated
-async def test_a_stop_that_hangs_or_is_refused_delays_no_launch(it):
-    async with simulate(n_workers=2) as cluster:
+async def test_a_stop_that_hangs_or_is_refused_delays_no_launch_and_both_are_tried_again_with_pauses(it):
+    async with supplied(n_workers=1) as cluster:
+        before = it.platform.count("launch_workers")
+        it.platform.fail("launch_workers", *[HTTPError(403)] * 10_000)
+        cluster.scale(2)
+        await eventually(lambda: it.platform.count("launch_workers") > before)
+        await asyncio.sleep(30.0)
+        assert it.platform.count("launch_workers") - before <= 15
+        it.platform.heal()
         await eventually(lambda: has(cluster, 2))
         with it.platform.held("stop_workers"):
             cluster.scale(1)
@@ -125,11 +134,12 @@ async def test_a_stop_that_hangs_or_is_refused_delays_no_launch(it):
 
 @simulated
 async def test_a_cluster_that_ends_while_it_is_entered_says_so(it):
-    cluster = await simulate(name="mine")
-    closing = asyncio.create_task(cluster.close())
-    with pytest.raises(CMLError, match="not connected: cluster mine is clos"):
-        await asyncio.create_task(cluster.__aenter__())  # its step has not begun when the cluster closes
-    await closing
+    creator = await simulate(name="mine", n_workers=1)
+    for cluster in await rebuild("mine"), creator:
+        closing = asyncio.create_task(cluster.close())
+        with pytest.raises(CMLError, match="not connected: cluster mine is clos"):
+            await asyncio.create_task(cluster.__aenter__())  # its step has not begun when the cluster closes
+        await closing
 
 
 @simulated
@@ -201,17 +211,22 @@ async def test_a_session_that_runs_a_worker_is_used_though_its_launch_was_not_an
         assert sorted(recorded.values()) == ["mine-0", "scheduler"]
 
 
-@pytest.mark.parametrize("second", ["exits", "waits"])
+@pytest.mark.parametrize("second", ["exits", "waits", "waits unread"])
 @simulated
 async def test_a_session_that_took_a_workers_name_is_waited_for_though_its_launch_was_not_answered(
     it, second, monkeypatch
 ):
     monkeypatch.setattr(running, "Worker", LateWorker)
     async with simulate(name="mine") as cluster:
-        it.platform.configure({"sessions": 2} if second == "waits" else None, waits_for_room=True)
+        it.platform.configure(None if second == "exits" else {"sessions": 2}, waits_for_room=True)
         it.platform.plan("launch_workers", Mishap(error=ConnectionError("lost")), Mishap(before=10.0))
         cluster.scale(1)
         await eventually(lambda: "mine-0" in it.platform.running)
+        if second == "waits unread":  # for some seconds, nobody can read who has the name
+            readable = time.monotonic() + 35.0
+            fails = mock.Mock(side_effect=OSError)
+            read = lambda path: (fails if time.monotonic() < readable else read_file)(path)  # noqa: E731
+            monkeypatch.setattr(process, "read_file", read)
         first = it.platform.running["mine-0"]
         await eventually(lambda: len(it.platform.all) == 3)
         await eventually(lambda: names_of_live(it) == ["mine-0", "scheduler"], seconds=50.0)

@@ -1,7 +1,5 @@
 """What SpecCluster does wrong for sessions: each holds for CMLCluster and not for the plain base class."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -9,13 +7,15 @@ import functools
 from concurrent.futures import CancelledError
 
 import pytest
+from clusters import connected
 from distributed import Client
 from distributed.deploy.spec import SpecCluster
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, LaunchRefused
-from dask_cml.core.folder import new_folder
+from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options, state_directory
+from dask_cml.private_files import make_folder
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -29,7 +29,8 @@ class PlainCluster(SpecCluster):
     def __init__(self, module, n_workers=0, **options):
         options = Options.read(**options)
         folder = state_directory() / options.name
-        new_folder(folder)
+        for path in (folder.parent, folder, folder / STARTED_FOLDER, folder / LOGS_FOLDER):
+            make_folder(path)
         self.api = WorkersAPI(module)
         self.options = options
         shared = {"api": self.api, "options": options, "place": Place(folder)}
@@ -48,10 +49,6 @@ class PlainCluster(SpecCluster):
         return f"{self.options.name}-{worker_number}"
 
 
-def names(cluster):
-    return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
-
-
 def session_of(it, key):
     [session_id] = [session.id for session in it.platform.live_sessions if session.key == key]
     return session_id
@@ -63,24 +60,24 @@ async def scaling_down_moves_the_data_first(make, it, holds):
         await client.wait_for_workers(3)
         futures = await client.scatter([*range(30)])
         cluster.scale(1)
-        await holds(lambda: len(names(cluster)) == 1)
+        await holds(lambda: len(connected(cluster)) == 1)
         assert await asyncio.wait_for(client.gather(futures), 60) == [*range(30)]
 
 
 async def a_lost_worker_is_replaced_under_a_fixed_scale(make, it, holds):
     cluster = await make(n_workers=1)
-    await holds(lambda: len(names(cluster)) == 1)
-    [first] = names(cluster)
+    await holds(lambda: len(connected(cluster)) == 1)
+    [first] = connected(cluster)
     it.platform.evict(session_of(it, first))
-    await holds(lambda: names(cluster) and names(cluster) != {first})
+    await holds(lambda: connected(cluster) and connected(cluster) != {first})
 
 
 async def a_lost_session_of_several_processes_is_replaced(make, it, holds):
     cluster = await make(n_workers=1, processes=2, worker_args=[])
-    await holds(lambda: len(names(cluster)) == 2)
-    lost = names(cluster)
+    await holds(lambda: len(connected(cluster)) == 2)
+    lost = connected(cluster)
     it.platform.evict(session_of(it, f"{cluster.name}-0"))
-    await holds(lambda: len(names(cluster) - lost) == 2)
+    await holds(lambda: len(connected(cluster) - lost) == 2)
 
 
 async def a_refused_launch_is_tried_again_by_the_same_scale(make, it, holds):
@@ -90,7 +87,7 @@ async def a_refused_launch_is_tried_again_by_the_same_scale(make, it, holds):
     await holds(lambda: it.platform.count("launch_workers") == 2)
     await holds(lambda: not cluster._lock.locked())
     cluster.scale(1)
-    await holds(lambda: len(names(cluster)) == 1)
+    await holds(lambda: len(connected(cluster)) == 1)
 
 
 async def a_worker_that_never_registers_is_replaced(make, it, holds):
@@ -98,7 +95,7 @@ async def a_worker_that_never_registers_is_replaced(make, it, holds):
     cluster = await make(n_workers=1)
     [hung] = cluster.workers.values()
     hung.options = dataclasses.replace(hung.options, worker_timeout=20.0)
-    await holds(lambda: len(names(cluster)) == 1)
+    await holds(lambda: len(connected(cluster)) == 1)
 
 
 async def a_failed_start_keeps_the_class_of_its_cause(make, it, holds):

@@ -1,7 +1,5 @@
 """The display of a starting cluster in a terminal, a notebook and a file."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import html
@@ -14,12 +12,12 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from clusters import arrived, lines_of, make, simulate
+from clusters import lines_of, make, simulate, supplied
 from distributed import Client, get_worker
 from distributed.objects import SchedulerInfo
 from nbclient import NotebookClient
+from programs import STEERING, in_a_terminal
 from simulated.testing import eventually, simulated
-from terminals import STEERING, in_a_terminal
 
 from dask_cml import CMLCluster, output
 from dask_cml import display as screens
@@ -29,7 +27,7 @@ from dask_cml.display import StartDisplay
 from dask_cml.options import SessionSize
 from dask_cml.records import store
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.sessions.session import Session
+from dask_cml.sessions.process import Session
 
 
 class Terminal(io.StringIO):
@@ -39,7 +37,6 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self):
-        """All lines that it has shown one after the other, in the place of its last line."""
         return self.getvalue().split("\r\x1b[2K")[1:]
 
 
@@ -58,14 +55,12 @@ def start_display(processes, name="c", connected=(), out=None):
 
 
 def starting(name="c", scheduler=None, workers=(), connected=()):
-    """A cluster that starts."""
     processes, options = SimpleNamespace(arrived=lambda: connected), SimpleNamespace(name=name)
     return SimpleNamespace(options=options, scheduler=scheduler, workers=dict(workers), processes=processes)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test sets."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("dask_cml.display.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
@@ -79,7 +74,6 @@ def terminal(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def shown(display):
-    """Show a display until the end of the block."""
     showing = asyncio.create_task(display.run())
     yield
     await cancel(showing)
@@ -134,7 +128,9 @@ async def test_a_line_can_be_overwritten_and_nothing_is_left_when_the_start_fail
     assert terminal.lines()[-1] == ""
 
 
-async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(holds, terminal, monkeypatch):
+async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(
+    clock, holds, terminal, monkeypatch
+):
     stopped, continued = threading.Event(), threading.Event()
 
     def write(text):
@@ -176,10 +172,7 @@ ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 
 @simulated
 async def test_control_characters_of_a_task_do_not_reach_a_terminal(it):
-    async with (
-        simulate(n_workers=1) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
+    async with simulate(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         future = client.submit(sum, [1, 2], resources={STEERING: 1})
         await eventually(lambda: "which no worker group offers" in repr(cluster))
         [logged] = [line for line in lines_of(cluster) if "which no worker group offers" in line]
@@ -224,7 +217,7 @@ def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
         f"CMLCluster({options}, cpu='many')",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=240, allow_errors=True).execute()
+    NotebookClient(notebook, timeout=240, startup_timeout=240, allow_errors=True).execute()
     _, sync, _, awaited, _, quiet, failed, refused = [cell.outputs for cell in notebook.cells]
     for outputs in (sync, awaited):
         [output] = outputs
@@ -251,14 +244,10 @@ async def test_of_several_groups_those_that_adapt_are_named(it, capsys):
         assert words in capsys.readouterr().out
 
 
-# -- HTML
-
-
 @pytest.mark.slow
 @simulated
 async def test_of_many_sessions_the_scheduler_and_those_that_are_not_connected_are_shown(it):
-    async with simulate(name="night", n_workers=60) as cluster:
-        await eventually(lambda: arrived(cluster) == 60)
+    async with supplied(name="night", n_workers=60) as cluster:
         it.platform.configure({"sessions": 61})
         cluster.scale(62)
         await eventually(lambda: len(cluster.sessions) > 61 or cluster.problem)
@@ -278,10 +267,7 @@ async def test_no_task_puts_html_into_a_notebook(platform, holds):
         """Report HTML where Dask's template shows a number of this worker."""
         get_worker().metrics[place] = lambda _: [html]
 
-    async with (
-        make(name="<i>&\"'", n_workers=1) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
+    async with make(name="<i>&\"'", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: cluster.scheduler_info["workers"])
         for place in ("executing", "ready", "in_flight", HTML):
             await client.submit(show, place, HTML)
@@ -311,9 +297,6 @@ def test_only_links_of_the_web_are_shown():
         assert "id0" in table
         assert "<a" not in table
         assert Record("c", scheduler=SchedulerState(app_url=url)).dashboard_link is None
-
-
-# -- Ctrl-C
 
 
 async def cancel_once(task):

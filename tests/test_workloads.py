@@ -5,8 +5,6 @@ A workload imports what it needs itself, because each process of pytest
 imports this module, and one runs it.
 """
 
-from __future__ import annotations
-
 import operator
 
 import dask

@@ -1,7 +1,5 @@
 """The web UI in the event loop of a test, also in the simulated world, and a client of its API."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -34,8 +32,6 @@ class Answer:
 
 @dataclass
 class Server:
-    """The web UI, and a client of its API."""
-
     clusters: ProjectClusters
     access: Access
     dashboards: Dashboards
@@ -52,7 +48,6 @@ class Server:
             body=raw if body is None else json.dumps(body),
             allow_nonstandard_methods=True,
             follow_redirects=False,
-            request_timeout=120,
         )
         answer = await AsyncHTTPClient().fetch(request, raise_error=False)
         assert answer.code != 599, answer.error
@@ -72,7 +67,6 @@ class Server:
         return found
 
     async def until(self, name: str, condition) -> Any:
-
         async def look() -> Any:
             found = [cluster for cluster in self.clusters.describe() if cluster["name"] == name]
             return found[0] if found and condition(found[0]) else None
@@ -81,7 +75,6 @@ class Server:
 
 
 async def first_result(look: Callable[[], Awaitable[Any]]) -> Any:
-
     async def wait() -> Any:
         while not (result := await look()):
             await asyncio.sleep(0.02)

@@ -1,7 +1,5 @@
 """Stands in for the API v2 of a workbench."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,20 +15,11 @@ USER = "ann"
 
 
 class Workbench:
-    """What the API v2 answers, and what it was asked.
-
-    Attributes
-    ----------
-    quotas : list
-        The entries of users.
-    misbehaves : callable, optional
-        Coroutine function that answers instead. It gets the handler of the request.
-    asked : list of str
-        The URLs of all requests, without their address.
-    """
+    """What the API v2 answers, and what it was asked."""
 
     def __init__(self) -> None:
         self.quotas: list[Any] = []
+        #: Answers instead. It gets the handler of the request.
         self.misbehaves: Callable[[RequestHandler], Any] | None = None
         self.asked: list[str] = []
 
@@ -81,7 +70,6 @@ def quota(
     most: Sequence[object] = ("64", "256", "0"),
     used: Sequence[object] = ("52", "16", "0"),
 ) -> dict[str, Any]:
-    """The entry of a user."""
     names = ("cpu", "memory", "nvidia_gpu")
     return {
         "user": {"id": 5, "user_name": user, "name": user.title()},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_cml.cli.console import (
+    Command,
     as_json,
     cml,
     complete_names,
@@ -24,7 +25,7 @@ from dask_cml.cli.console import (
 from dask_cml.cli.create import OptionsCommand, given
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import command, waiting_workers
+from dask_cml.words import adapts, command, pending
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 _INTERVAL = 0.2
 #: The option that names the worker group of a command.
 _in_group = click.option(
-    "--group", default=DEFAULT_GROUP, show_default=True, metavar="GROUP", help="Worker group."
+    "--group", "worker_group", default=DEFAULT_GROUP, show_default=True, metavar="GROUP", help="Worker group."
 )
+#: The arguments of a command on one group. The group's is the `name` of Python's methods.
+_of_cluster = click.argument("cluster_name", metavar="NAME", shell_complete=complete_names)
+_of_group = click.argument("name", metavar="GROUP")
 #: The option that limits the time of a command.
 _time_limit = click.option(
     "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
@@ -46,16 +50,16 @@ _time_limit = click.option(
 @click.argument("n", type=click.IntRange(min=0))
 @_in_group
 @_time_limit
-async def scale(name: str, n: int, group: str, timeout: float) -> None:
+async def scale(name: str, n: int, worker_group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions.
 
     The command waits until the workers are connected.
     """
     async with connected(name) as cluster:
-        scaling: Any = cluster.scale(n, worker_group=group)
+        scaling: Any = cluster.scale(n, worker_group=worker_group)
         await scaling
-        await wait_for_scale(cluster, n, group, timeout)
-    echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
+        await wait_for_scale(cluster, n, worker_group, timeout)
+    echo(f"Cluster {name} scaled to {_n_workers(n, worker_group)}")
 
 
 @cml.command(context_settings={"ignore_unknown_options": True})
@@ -63,7 +67,7 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
 @click.argument("minimum", type=click.IntRange(min=0))
 @click.argument("maximum", type=click.IntRange(min=0), required=False)
 @_in_group
-async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> None:
+async def adapt(name: str, minimum: int, maximum: int | None, worker_group: str) -> None:
     """Let a cluster scale with its workload.
 
     It gets at least MINIMUM and at most MAXIMUM worker sessions. Without MAXIMUM, the maximum is the
@@ -72,10 +76,12 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     from dask_cml.records import store
 
     async with connected(name) as cluster:
-        adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
-    state = store.read(name).scheduler
-    words = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-    if state.manager is None and state.orphan_timeout is not None:
+        adaptive: Any = cluster.adapt(minimum, maximum, worker_group=worker_group)
+    record = store.read(name)
+    words = (
+        f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, worker_group)}"
+    )
+    if record.manager is None and record.scheduler.orphan_timeout is not None:
         words += f" as soon as a process manages it. In Python, run: CMLCluster.from_name({name!r})"
     echo(words)
 
@@ -116,15 +122,13 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
     """
     from distributed.core import Status
 
-    from dask_cml.core.view import waits, workers_of
-
     name, deadline = cluster.options.name, time.monotonic() + timeout
     while True:
         target, n_arrived = cluster.groups.target(group), len(cluster.processes.arrived(group))
-        queued = waiting_workers(waits(cluster, group))
+        queued = pending(cluster.processes.waits(cluster.sessions, group))
         words = f"{n_arrived} of {_n_workers(n, group)} connected" + (f", {queued}" if queued else "")
         show(words)
-        if n_arrived == len(workers_of(cluster, group)) == n == target:
+        if n_arrived == len(cluster.processes.known(group)) == n == target:
             show()
             return
         problem = cluster.problem
@@ -148,31 +152,31 @@ def group() -> None:
 
 
 @group.command("add", cls=OptionsCommand, grouped=True)
-@of_cluster
-@click.argument("group")
+@_of_cluster
+@_of_group
 @_time_limit
-async def add_group(name: str, group: str, timeout: float, **options: Any) -> None:
+async def add_group(cluster_name: str, name: str, timeout: float, **options: Any) -> None:
     """Add a worker group to a cluster, and wait until its workers are connected.
 
     Without an option, the group takes the cluster's value.
     """
-    async with connected(name) as cluster:
-        await cluster.add_worker_group(group, **given(options))
-        n = cluster.groups.target(group)
-        await wait_for_scale(cluster, n, group, timeout)
-    echo(f"Worker group {group} added to cluster {name}: {_n_workers(n)}")
+    async with connected(cluster_name) as cluster:
+        await cluster.add_worker_group(name, **given(options))
+        n = cluster.groups.target(name)
+        await wait_for_scale(cluster, n, name, timeout)
+    echo(f"Worker group {name} added to cluster {cluster_name}: {_n_workers(n)}")
 
 
-@group.command("delete")
-@of_cluster
-@click.argument("group")
-async def delete_group(name: str, group: str) -> None:
+@group.command("delete", cls=Command)
+@_of_cluster
+@_of_group
+async def delete_group(cluster_name: str, name: str) -> None:
     """Delete a worker group, and stop its sessions after its workers have moved their results to others."""
-    show(f"Deleting worker group {group}")
-    async with connected(name) as cluster:
-        await cluster.delete_worker_group(group)
+    show(f"Deleting worker group {name}")
+    async with connected(cluster_name) as cluster:
+        await cluster.delete_worker_group(name)
     show()
-    echo(f"Worker group {group} deleted from cluster {name}")
+    echo(f"Worker group {name} deleted from cluster {cluster_name}")
 
 
 @group.command("list")
@@ -192,6 +196,7 @@ def list_groups(name: str, as_json: bool) -> None:
         size = group["size"]
         sizes = [f"{size['cpu']:g}", f"{size['memory']:g} GiB", str(size["nvidia_gpu"])]
         workers = f"{group['n_arrived']} of {group['n_workers']}"
+        workers += f" ({adapts(**group['adapts'])})" if group["adapts"] else ""
         rows.append([group["name"], workers, *sizes, resources or "-"])
     print_table(["group", "workers", "cpu", "memory", "gpus", "resources"], rows)
 
@@ -217,19 +222,19 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
 
 @cml.command()
 async def prune() -> None:
-    """Delete dead clusters, and skip clusters that may be alive.
+    """Delete stale clusters, and skip clusters that may be alive.
 
-    A cluster is dead if its scheduler has closed, or CML lists the scheduler's session as ended. Silence
+    A cluster is stale if its scheduler has certainly ended: it has closed, or its session has ended. Silence
     alone proves nothing. To delete a cluster that does not answer any more, run `dask cml delete NAME`.
     """
     from dask_cml.records import operations
 
-    show("Looking for dead clusters")
+    show("Looking for stale clusters")
     results, skipped = await operations.prune()
     show()
     for name, why in skipped.items():
         echo(f"Cluster {name} skipped: {why}. To delete it anyway: {command('delete', name)}", err=True)
-    _report(results, "No dead clusters.")
+    _report(results, "No stale clusters.")
 
 
 def _report(results: dict[str, Any], none: str) -> None:

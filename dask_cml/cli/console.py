@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import shlex
 import signal
 import sys
@@ -20,10 +21,22 @@ from dask_cml.words import first_line, printable, table
 # Dask imports this with each of its commands, so functions import slow modules themselves.
 
 _INTERRUPTED = 130  # as shells say it
+_PARAMETERS = "dask_cml.parameters"
+
+
+class Command(click.Command):
+    """A command, whose errors name its parameters."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        ctx.meta[_PARAMETERS] = self.get_params(ctx)
+        return super().invoke(ctx)
 
 
 class _Commands(click.Group):
     """Runs commands, also coroutines. Errors of the user and of the platform are one line."""
+
+    command_class = Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -34,9 +47,21 @@ class _Commands(click.Group):
         except BrokenPipeError:  # click knows what to do
             raise
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
-            raise click.ClickException(words_of(error)) from error
+            raise in_shell(error, ctx) from error
         finally:
             show()
+
+
+def in_shell(error: BaseException, ctx: click.Context) -> click.ClickException:
+    """Return an error of a command with the names of the shell instead of Python's."""
+    names, words = {}, words_of(error)
+    for parameter in ctx.meta.get(_PARAMETERS, ()):
+        argument = (parameter.metavar or parameter.name.upper()).strip("[].")
+        names[parameter.name] = parameter.opts[0] if isinstance(parameter, click.Option) else argument
+    known = "|".join(names)
+    kind = click.UsageError if re.match(rf"invalid ({known})\b", words) else click.ClickException
+    named = rf"(?<=^invalid )({known})\b|(?<= )({known})(?==)"
+    return kind(re.sub(named, lambda match: names[match[0]], words) if names else words)
 
 
 @click.group(cls=_Commands)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.cli.console import cml, echo
+from dask_cml.cli.console import Command, cml, echo
 from dask_cml.words import command
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _METAVARS = {
 _EXAMPLES = {"worker-command": "dask cuda worker", "inherit": "sql kafka"}
 
 
-class OptionsCommand(click.Command):
+class OptionsCommand(Command):
     """A command with an option for each option of a cluster.
 
     Parameters
@@ -135,7 +135,8 @@ def create(new_name: str | None, **options: Any) -> None:
     with dask.config.set(settings(values)), contextlib.redirect_stdout(sys.stderr):
         cluster = CMLCluster(**unattended(values), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
-    cluster.sync(cluster.ending.outlive_this_process)
+    cluster.sync(cluster.sharing.link.live_on)
+    cluster.shutdown_on_close = False
     echo(cluster.name)
     echo(f"Address: {cluster.scheduler_address}", err=True)
     if not any(group.n_workers for group in cluster.worker_groups.values()):

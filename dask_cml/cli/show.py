@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
-_NO_MANAGER = "no process: lost workers are not replaced, and nothing adapts"
+_NO_MANAGER = "no process: lost workers are not replaced, and nothing adapts until you run"
 _MANAGER_SOON = "no process. Its scheduler's session takes over in some seconds"
 _NO_CLUSTERS = "No clusters. Create one: dask cml create --n-workers 2"
 _COLUMNS = ("name", "status", "workers", "threads", "memory", "tasks", "by", "age", "dashboard")
@@ -55,13 +55,16 @@ async def list_clusters(as_json: bool) -> None:
     print_table(_COLUMNS, [[*_cells(row).values()] for row in rows])
     for row in rows:
         if row["problem"]:
-            echo(f"Problem of {row['name']}: {_problem_of(row)}")
+            heading, words = _problem_of(row)
+            echo(f"{heading} of {row['name']}: {words}")
 
 
-def _problem_of(row: dict[str, Any]) -> str:
-    """Return a cluster's problem in one line, and of what has ended, the command that removes the rest."""
-    advice = f"; run {command('delete', row['name'])}" if row["status"] == "stale" else ""
-    return f"{first_line_of(row['problem'])}{advice}"
+def _problem_of(row: dict[str, Any]) -> tuple[str, str]:
+    """Return a cluster's problem in one line, or its end with the command that removes the rest."""
+    words = first_line_of(row["problem"])
+    if row["status"] == "stale":
+        return "End", f"{words}; run {command('delete', row['name'])}"
+    return "Problem", words
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -81,8 +84,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         else:
             cells["workers"] += f" ({row['waiting']} {words})"
     if row["adapts"]:
-        names_groups = [*row["adapts"]] != [DEFAULT_GROUP] or len(row["groups"] or ()) > 1
-        bounds = adapting(row["adapts"], names_groups=names_groups)
+        bounds = adapting(row["adapts"], row["groups"] or {DEFAULT_GROUP, *row["adapts"]})
         cells["workers"] += f" ({bounds}{_as_soon(row)})"
     return cells
 
@@ -106,8 +108,7 @@ async def info(name: str | None, as_json: bool) -> None:
 
     record = _the_only_record() if name is None else _record_of(name)
     [row] = await operations.describe([record])
-    is_silent = row["status"] in ("stale", "not answering")
-    usage = usage_of(record, history.end_of(record) if is_silent else time.time())
+    usage = usage_of(record, history.end_of(record))
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
     # Sessions of the local platform end with no other session.
@@ -124,12 +125,13 @@ async def info(name: str | None, as_json: bool) -> None:
         }
         print_json(row)
         return
-    problem = _problem_of(row) if row["problem"] else None
     manager = row["manager"]
     if manager is None and row["status"] == "running":
-        lives_on = record.scheduler.orphan_timeout is None and not problem
-        manager = _MANAGER_SOON if lives_on else _NO_MANAGER
-    values = {"name": row["name"], "status": row["status"], "problem": problem}
+        manager = _MANAGER_SOON if record.scheduler.manages_soon else f"{_NO_MANAGER} {_repeated(record)}"
+    values = {"name": row["name"], "status": row["status"]}
+    if row["problem"]:
+        heading, words = _problem_of(row)
+        values[heading.lower()] = words
     values |= _cells(row) | {
         "address": row["address"],
         "ends": "; ".join(row["ends"]),
@@ -154,6 +156,14 @@ async def info(name: str | None, as_json: bool) -> None:
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
         lines.append(("session", f"{session}  {role}{owner}{doubt}"))
     _print(lines, usage)
+
+
+def _repeated(record: Record) -> str:
+    """Return the command that asks for what is wanted of a cluster: then, a process manages it."""
+    if record.bounds:
+        group, bounds = next(iter(record.bounds.items()))
+        return command("adapt", record.name, *bounds, group=group)
+    return command("scale", record.name, record.scheduler.groups[DEFAULT_GROUP].target)
 
 
 def _record_of(name: str) -> Record:
@@ -200,7 +210,7 @@ async def ended(name: str | None, since: str | None, by: str | None, as_json: bo
     from dask_cml.checks import seconds
     from dask_cml.records import operations
 
-    after = 0.0 if since is None else time.time() - seconds("since", since)
+    after = 0.0 if since is None else time.time() - seconds("since", since, "or a time such as 7d or 12h")
     clusters = [
         cluster
         for cluster in await operations.ended_clusters()

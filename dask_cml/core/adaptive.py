@@ -4,23 +4,100 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from time import monotonic
 from typing import Any
 
 import dask.config
+from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from distributed.utils import NoOpAwaitable
 from tornado.ioloop import PeriodicCallback
 
+from dask_cml import protocol
 from dask_cml.checks import integer, seconds
-from dask_cml.core.policy import sessions_wanted
+from dask_cml.core.policy import Snapshot, Supply, sessions_wanted, unrunnable
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import get_logger
+from dask_cml.protocol import Request
+from dask_cml.timing import timing
 
 logger = get_logger(__name__)
+
+
+class Demand:
+    """What the scheduler knows of the work, and what the groups can do.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster.
+
+    Attributes
+    ----------
+    unrunnable : dict of str to str or None
+        How many tasks no worker can run, now or later, in words, by their reasons. None: not known yet.
+    """
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self.unrunnable: dict[str, str] | None = None
+        self._answer: Mapping[str, Any] = {}
+        self._answered = -math.inf
+        self._lock = asyncio.Lock()
+
+    async def snapshot(self, max_age: float = 0.0) -> Snapshot:
+        """Return the work and the groups. Callers that wait for each other share one question.
+
+        Parameters
+        ----------
+        max_age : float
+            Maximum age of an answer that is used again, in seconds.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            If the scheduler does not answer.
+        """
+        async with self._lock:
+            if monotonic() - self._answered >= max_age:
+                self._answer = await self._cluster._ask_scheduler(protocol.DEMAND)
+                self._answered = monotonic()
+        return Snapshot.of(self._answer, map(self._supply, self._cluster.groups.names))
+
+    async def watch(self) -> None:
+        """Find the tasks that no worker can run, again and again."""
+        while True:
+            try:
+                self.unrunnable = await self._find_unrunnable()
+            except Exception as error:  # of a scheduler without an answer, or with an odd one
+                logger.info("Tasks of cluster %s not known: %r", self._cluster.options.name, error)
+            await asyncio.sleep(timing.look)
+
+    async def _find_unrunnable(self) -> dict[str, str]:
+        cluster, snapshot = self._cluster, await self.snapshot(max_age=timing.look / 2)
+        expected: set[str] = set()
+        # Usually, no task is restricted, and a cluster may have thousands of workers.
+        if snapshot.restricted:
+            for address, info in [*cluster.scheduler_info["workers"].items()]:
+                expected |= {address, str(info["name"]), str(info.get("host"))}
+            for name, dask_names in cluster.groups.dask_workers().items():
+                expected |= {name, *dask_names}
+        return unrunnable(snapshot, expected)
+
+    def _supply(self, group: str) -> Supply:
+        groups = self._cluster.groups
+        options = groups.options(group)
+        return Supply(
+            name=group,
+            processes=options.processes,
+            nthreads=options.nthreads,
+            resources=options.resources,
+            adapts=groups.adapts(group),
+            target=groups.target(group),
+        )
 
 
 class AdaptedCluster:
@@ -45,22 +122,21 @@ class AdaptedCluster:
         return self._cluster.__await__()
 
     def _adapts(self) -> bool:
-        return getattr(self._cluster._adaptive, "cluster", None) is self
+        is_its_cluster = getattr(self._cluster._adaptive, "cluster", None) is self
+        return is_its_cluster and self._cluster.status == Status.running
 
     def scale(self, n: int = 0, memory: float | str | None = None, cores: float | None = None) -> Any:
         """Scale to `n` sessions as :meth:`CMLCluster.scale` does, and go on with adaptive scaling."""
         if not self._adapts():
             return NoOpAwaitable()
         n = self._cluster.groups.sessions_for(DEFAULT_GROUP, n, memory, cores)
-        if self._cluster.is_remote:
-            return self._cluster.sharing.post("scale", group=DEFAULT_GROUP, n=n)
-        self._cluster._resize(DEFAULT_GROUP, n)
-        return NoOpAwaitable()
+        return self._cluster.sharing.request(Request("resize", n=n))
 
     async def scale_down(self, workers: Iterable[str]) -> None:
         """Close workers by their names, after moving their data to others."""
         if self._adapts():
-            await self._cluster.scale_down(workers)
+            await self._cluster._ask("close", names=[*map(str, workers)])  # also names that Dask alone knows
+            await self._cluster._correct_state_internal()
 
 
 class CMLAdaptive(Adaptive):
@@ -118,12 +194,14 @@ class CMLAdaptive(Adaptive):
         self._group = worker_group
         #: The last error that is logged.
         self._logged = ""
+        duration = kwargs.get("target_duration")
+        default = dask.config.get("distributed.adaptive.target-duration")
+        seconds("target_duration", default if duration is None else duration)
         # Without an interval, Dask's class does not start before the cluster does.
         super().__init__(cluster, interval=0, **kwargs)
         if interval is None:
             interval = dask.config.get("distributed.adaptive.interval")
         self.interval = seconds("interval", interval)
-        seconds("target_duration", self.target_duration)
         integer("wait_count", self.wait_count, 0)
         if self.interval:
             self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
@@ -140,7 +218,7 @@ class CMLAdaptive(Adaptive):
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The limits and options for the board."""
+        """The limits and options for the report."""
         return {
             "minimum": int(self.minimum),
             "maximum": int(self.maximum),
@@ -186,21 +264,24 @@ class CMLAdaptive(Adaptive):
             self.cluster._stop_adapting(self._group)
 
     def __del__(self) -> None:
-        """Ask for nothing: Adaptive's would stop adaptive scaling, which the board may still hold."""
+        """Ask for nothing: Adaptive's would stop adaptive scaling, which its keeper goes on with."""
 
     # -- for Dask's AdaptiveCore
 
+    @property
+    def _acts(self) -> bool:
+        """Whether this process manages the cluster, and nothing else scales the group."""
+        return self.cluster.sharing.keeps and self.state != "stopped"
+
     async def adapt(self) -> None:
         """Scale by the work, if this process manages the cluster."""
-        if self.cluster.sharing.keeps and self.state != "stopped":
+        if self._acts:
             await super().adapt()
 
     @property
     def plan(self) -> set[Any]:
         """The wanted sessions."""
         groups = self.cluster.groups
-        if self._group not in groups:
-            return set()
         return {*groups.workers(self._group)[: groups.target(self._group)]}
 
     # Sessions that are not launched yet are closed like starting sessions.
@@ -209,7 +290,7 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The wanted sessions of which a Dask worker is connected."""
-        return self.cluster.processes.arrived(self._group) if self.cluster._is_keeper else set()
+        return self.cluster.processes.arrived(self._group) if self.cluster.sharing.is_keeper else set()
 
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
@@ -252,7 +333,7 @@ class CMLAdaptive(Adaptive):
         except (OSError, asyncio.TimeoutError, CMLError) as error:
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        if self._group not in self.cluster.groups or not self.cluster.sharing.keeps:
+        if not self._acts:
             return len(self.plan)
         return int(self.cluster.processes.affordable(target, self._group))
 
@@ -270,12 +351,12 @@ class CMLAdaptive(Adaptive):
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Scale to `n` sessions."""
-        if self.cluster.sharing.keeps and self.state != "stopped":
+        if self._acts:
             self.cluster.groups.resize(self._group, n, ())
             self.cluster.woken.set()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
-        if self.cluster.sharing.keeps and self.state != "stopped":
+        if self._acts:
             self.cluster.groups.drop(workers)
             self.cluster.woken.set()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from distributed.core import Status, rpc
+from distributed.deploy.cluster import Cluster
 from distributed.objects import SchedulerInfo
 
 from dask_cml.cancellation import cancel, within
-from dask_cml.sessions import tls
 from dask_cml.timing import timing
 
 
@@ -27,15 +26,16 @@ class Connection:
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
 
-    async def connect(self, address: str) -> None:
+    async def connect(self, address: str, connection_args: Mapping[str, Any]) -> None:
         """Talk to the scheduler at an address from now on.
 
         Parameters
         ----------
         address : str
             The address.
+        connection_args : mapping
+            The result of ``Security.get_connection_args("client")``.
         """
-        connection_args = await asyncio.to_thread(tls.connection_args, self._cluster.place.security, address)
         if self._cluster.scheduler_comm is not None:
             with contextlib.suppress(Exception):  # of Dask's comm, which may be broken in any way
                 await within(timing.retry, self._cluster.scheduler_comm.close_rpc())
@@ -57,12 +57,14 @@ class Connection:
         )
 
     async def subscribe(self) -> None:
-        """Follow the scheduler's workers by Dask's own code, within a time limit.
+        """Follow the scheduler's workers by Cluster._start (cluster.py:123), within a time limit.
 
         The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
         """
         await self.unsubscribe()
-        await within(timing.answer, self._cluster._start_dask())
+        await within(timing.answer, Cluster._start(self._cluster))
+        self._cluster.scheduler_info = SchedulerInfo(with_numbers(self._cluster.scheduler_info))
+        self.note_running()  # Cluster._start says so of an object that is closing, too
 
     async def unsubscribe(self) -> None:
         """Follow the scheduler's workers no more."""
@@ -79,19 +81,19 @@ class Connection:
         )
 
 
-def with_numbers(workers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a scheduler's descriptions of Dask workers, with numbers where Dask and dask-labextension sum.
+def with_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's description, with numbers where Dask and dask-labextension sum.
 
     A number that is none becomes 0, as for a worker whose memory has no limit.
 
     Examples
     --------
-    >>> with_numbers({"tcp://10.0.0.1:1234": {"nthreads": 2, "memory_limit": None}})
-    {'tcp://10.0.0.1:1234': {'nthreads': 2, 'memory_limit': 0}}
+    >>> with_numbers({"workers": {"tcp://10.0.0.1:1234": {"nthreads": 2, "memory_limit": None}}})
+    {'workers': {'tcp://10.0.0.1:1234': {'nthreads': 2, 'memory_limit': 0}}}
     """
     numbers = {}
-    for address, info in workers.items():
-        summed = {name: info.get(name) for name in ("nthreads", "memory_limit")}
+    for address, worker in info["workers"].items():
+        summed = {name: worker.get(name) for name in ("nthreads", "memory_limit")}
         odd = {name: 0 for name, value in summed.items() if not isinstance(value, (int, float))}
-        numbers[address] = {**info, **odd}
-    return numbers
+        numbers[address] = {**worker, **odd}
+    return {**info, "workers": numbers}

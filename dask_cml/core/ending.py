@@ -1,38 +1,53 @@
-"""The end of a process's part in a cluster: it shuts the cluster down, or leaves it to other processes."""
+"""The end of a process's part in a cluster: it shuts the cluster down, or leaves it to others.
+
+When the interpreter exits, in any way, it shuts down the clusters that it has created.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import concurrent.futures.thread as executors
 import contextlib
 import enum
-import inspect
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Awaitable, Mapping
+import weakref
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from distributed.core import Status
 
-from dask_cml import output
+from dask_cml import compat, output
 from dask_cml.cancellation import cancel, within
-from dask_cml.core.at_exit import no_longer_end_at_exit
+from dask_cml.checks import seconds
 from dask_cml.core.messages import write_own_log
 from dask_cml.errors import CMLError
-from dask_cml.output import get_logger
 from dask_cml.protocol import Rank
-from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.calls import CallFailed
 from dask_cml.timing import timing
-from dask_cml.words import first_line
+from dask_cml.words import first_line, format_duration
 
-logger = get_logger(__name__)
+logger = output.get_logger(__name__)
 
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _STOP_AGAIN = 60.0
 #: Seconds for which a process that leaves waits for the platform's answers to its launches.
 _LAST_CALLS = 5.0
+#: Seconds. More than close() takes if the platform does not answer.
+_TIMEOUT = 60.0
+#: By default, these end the program at once. A terminal that is closed sends SIGHUP.
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+#: The clusters that are to close, and the threads that created them.
+_clusters: dict[Any, weakref.ref[threading.Thread]] = {}
+#: Added to the number of a signal, it is the exit status of a program that the signal ended.
+_BY_SIGNAL = 128
+_is_over = False
+_fork = threading.local()
 
 
 class How(enum.Enum):
@@ -64,6 +79,9 @@ class Ending:
         self._pid = os.getpid()
         self._cluster = cluster
         self._task: asyncio.Task[None] | None = None
+        #: Whether its user has interrupted the start.
+        self._is_interrupted = False
+        self._failure: Exception | None = None
         #: The id of an exception that the caller handles. It ends no block of this cluster.
         self._handled = id(sys.exc_info()[1])
         self._close_lock = threading.RLock()
@@ -93,18 +111,30 @@ class Ending:
         CMLError
             If sessions are not stopped.
         """
+        if (ending := self.begin(how)) is not None:
+            await asyncio.shield(ending)
+
+    def begin(self, how: How) -> asyncio.Task[None] | None:
+        """Begin to end as :meth:`end` does. None: this object is closed, or no event loop runs here."""
         if self._has_ended(how):
-            return
+            return None
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # as in a block that is collected, whose loop has ended: end_now() closes
-            return
+        except RuntimeError:  # as in a block that is collected, whose loop has ended: the exit closes it
+            return None
         ending = self._task
         again = ending is not None and ending.done() and self._cluster.status == Status.failed
         if ending is None or again or (how is How.SHUT_DOWN and self.how is How.LEAVE):
             self.how = how
             ending = self._task = loop.create_task(self._end_once(how, ending))
-        await asyncio.shield(ending)
+            ending.add_done_callback(self._end_after_loop)
+        return ending
+
+    def _end_after_loop(self, ending: asyncio.Task[None]) -> None:
+        """End without an event loop if that has ended, which cancels all tasks, as after asyncio.run."""
+        if ending.cancelled():
+            with contextlib.suppress(Exception):  # the exit of the interpreter tries again
+                self._end_without_loop()
 
     async def _end_once(self, how: How, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None and not earlier.done():  # this object leaves the cluster, which is to end
@@ -126,13 +156,18 @@ class Ending:
         try:
             if how is How.SHUT_DOWN:
                 await self._stop_sessions()
+            elif self._cluster.sharing.is_keeper and self._cluster.sharing.keeper.journal.gone:
+                await self._cluster.api.close()  # no other process can find the sessions
             else:
-                await self._leave_sessions()
+                self._cluster.api.leave()
             await self._cluster._close_dask()
         except BaseException:
             self._cluster.status = Status.failed
             raise
         no_longer_end_at_exit(self._cluster)
+        if self._is_interrupted:
+            n = len(self._cluster.api.launched - self._cluster.api.live.keys())
+            output.say(f"Interrupted: {n} {'session' if n == 1 else 'sessions'} stopped", to_stderr=True)
         await asyncio.to_thread(output.flush)
 
     async def _stop_working(self) -> None:
@@ -140,56 +175,34 @@ class Ending:
         await cancel(self._cluster.starting, *self._cluster.sharing.tasks)
         # Others are to find the sessions that this process is launching.
         await self._cluster._stop_looking(_LAST_CALLS if self.how is How.LEAVE else 0.0)
-        if self._cluster._is_keeper:
-            await self.stop_waiting()
+        if self._cluster.sharing.is_keeper:
+            await self._cluster.processes.close()
 
     async def _in_time(self, awaitable: Awaitable[None]) -> None:
-        """Wait for what may write files. If the file system hangs, go on: the sessions must be stopped."""
+        """Wait for launches and files. If one hangs, go on: the sessions must be stopped."""
         try:
             await within(timing.files, asyncio.shield(awaitable))
         except asyncio.TimeoutError:
-            logger.warning("Files of cluster %s not written within %g s", self._name, timing.files)
+            logger.warning("Launches and files of cluster %s not done in %g s", self._name, timing.files)
 
     async def _say_goodbye(self) -> None:
         """Let the scheduler inform its workers and clients of its end."""
-        # The scheduler waits for a process in its session, and closes already.
-        if self._cluster.scheduler_comm is not None and self._cluster._rank is not Rank.RESIDENT:
-            try:
-                await self._cluster._ask_scheduler(
-                    "terminate", timing.goodbye, reason=self._cluster.end_reason
-                )
-            except Exception as error:  # of Dask, which varies: its workers may be frozen
-                logger.debug("Scheduler of cluster %s gave no answer: %r", self._name, error)
-
-    async def stop_waiting(self) -> None:
-        """Stop waiting for launches, workers and sessions."""
-        await self._cluster.processes.close()
-        await self._cluster.retirements.close()
-
-    async def _leave_sessions(self) -> None:
-        """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
-        if self._cluster._is_keeper and self._cluster.sharing.keeper.journal.gone:
-            await self._cluster.api.close()
-        else:
-            self._cluster.api.leave()
+        if self._cluster._rank is Rank.RESIDENT:  # for which the scheduler waits, and closes already
+            return
+        try:
+            await self._cluster._ask_scheduler("terminate", timing.goodbye, reason=self._cluster.end_reason)
+        except Exception as error:  # of Dask, which varies: its workers may be frozen
+            logger.debug("Scheduler of cluster %s gave no answer: %r", self._name, error)
 
     async def _stop_sessions(self) -> None:
         """Stop all sessions of the cluster, from all processes, and then remove the record."""
-        await self._in_time(self._cluster.sharing.remember_usage())
         try:
-            await self._cluster.api.close(self._stop_sessions_now)
+            await self._cluster.api.close(self._cluster.sharing.stop_and_remove)
         except CallFailed as error:
-            has_closed = False
             with contextlib.suppress(asyncio.TimeoutError):  # the error names sessions that may still run
-                has_closed = await within(timing.files, self._cluster.sharing.why_closed()) is not None
-            if has_closed:
-                raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
+                if await within(timing.files, self._cluster.sharing.why_closed()) is not None:
+                    raise CallFailed(f"{error}. The scheduler has closed, so their programs exit") from error
             raise
-
-    def _stop_sessions_now(self) -> None:
-        """Stop all sessions and remove the record, like :meth:`_stop_sessions`. Blocks."""
-        output.flush()  # the cluster's own log is kept with its history
-        self._cluster.sharing.stop_and_remove()
 
     async def end_again(self) -> None:
         """Shut the cluster down, because it is over. Try again if sessions were not stopped."""
@@ -199,34 +212,6 @@ class Ending:
             except Exception as error:  # of Dask or the platform's library, for example
                 logger.error("%s", error, exc_info=None if isinstance(error, CMLError) else error)
                 await asyncio.sleep(_STOP_AGAIN)
-
-    async def stop_all(self, sessions: Mapping[str, str]) -> None:
-        """Stop all sessions, among them these, for another scheduler. The next step tries again."""
-        await self._cluster.processes.close_others()
-        await self._cluster.retirements.close()
-        for session, name in sessions.items():
-            self._cluster.api.adopt(session, name)
-        await self._cluster.processes.stop({*self._cluster.api.live})
-
-    async def yield_sessions(self) -> None:
-        """Leave the sessions to another process that keeps the cluster now, and stop nothing."""
-        async with self._cluster._lock:
-            await self.stop_waiting()
-            self._cluster.api.forget(*self._cluster.api.live)
-            self._cluster.workers.clear()
-        self._cluster.groups.yield_adapting()
-        await self._cluster.connection.unsubscribe()
-
-    async def outlive_this_process(self) -> None:
-        """Let the cluster run on when this process exits, until the session ends that launched it.
-
-        Raises
-        ------
-        CMLError
-            If the scheduler does not answer. The cluster is still shut down with this process.
-        """
-        await self._cluster.sharing.link.live_on()
-        self._cluster.shutdown_on_close = False
 
     # -- from other threads, and without an event loop
 
@@ -238,6 +223,7 @@ class Ending:
         TimeoutError
             If it takes longer than `timeout` seconds.
         """
+        timeout = timeout and seconds("timeout", timeout)
         if self._cluster.asynchronous:
             return self._cluster.sync(self.end, how, callback_timeout=timeout)
         if self.is_forks_copy:
@@ -250,7 +236,7 @@ class Ending:
         try:
             if is_nested and self._cluster.status == Status.closed:
                 return None
-            self._end_blocking(how, timeout)
+            self.end_blocking(how, timeout)
         finally:
             if not is_nested and self._cluster.status == Status.closed:
                 self._cluster._loop_runner.stop()
@@ -258,34 +244,15 @@ class Ending:
             self._close_lock.release()
         return None
 
-    def end_now(self, timeout: float) -> None:
-        """Close when the interpreter exits, also if the event loop does not in time. Blocks.
-
-        Parameters
-        ----------
-        timeout : float
-            Maximum time to wait for the event loop, in seconds.
-
-        Raises
-        ------
-        CMLError
-            If the platform did not stop some sessions. The message names them.
-        """
-        try:
-            self._end_blocking(self.usual_how, timeout, in_any_case=True)
-        finally:
-            self._cluster.status = Status.closed  # so that Dask does not close it again
-
-    def _end_blocking(self, how: How, timeout: float | None, *, in_any_case: bool = False) -> None:
+    def end_blocking(self, how: How, timeout: float | None, *, in_any_case: bool = False) -> None:
         """End as :meth:`end` does, in the event loop or, if that has ended as after asyncio.run, without it.
 
         With `in_any_case`, end without it also if it is busy for longer than `timeout` seconds.
         """
         loop = self._cluster.loop
         if loop is not None and loop.asyncio_loop.is_running():
-            ending = self.end(how)
             try:
-                asyncio.run_coroutine_threadsafe(ending, loop.asyncio_loop).result(timeout)
+                asyncio.run_coroutine_threadsafe(self.end(how), loop.asyncio_loop).result(timeout)
             except CMLError:
                 raise
             except Exception as error:  # of a loop that is busy or ends, or of Dask
@@ -294,14 +261,14 @@ class Ending:
                         raise
                     raise TimeoutError(f"cluster {self._name} not closed within {timeout:g} s") from None
                 logger.info("Event loop of cluster %s not used to close it: %r", self._name, error)
-                if inspect.getcoroutinestate(ending) == inspect.CORO_CREATED:
-                    ending.close()
-        if self._has_ended(how):
-            return
-        self.how = how
+        if not self._has_ended(how):
+            self.how = how
+            self._end_without_loop()
+
+    def _end_without_loop(self) -> None:
         try:
-            if how is How.SHUT_DOWN:
-                self._stop_sessions_now()
+            if self.how is How.SHUT_DOWN:
+                self._cluster.sharing.stop_and_remove()
         except BaseException:
             self._cluster.status = Status.failed
             raise
@@ -310,42 +277,35 @@ class Ending:
 
     # -- starts that fail
 
-    @property
-    def _how_after_failure(self) -> How:
-        """How a start ends that has failed: the cluster of another process runs on."""
-        return How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN
-
-    async def end_failed_start(self) -> None:
-        """Stop what was launched. Log an error, which must not replace the reason of the failure."""
-        try:
-            await self.end(self._how_after_failure)
-        except Exception as failed:  # of Dask or the platform's library, for example
-            logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
+    async def end_failed_start(self, error: BaseException) -> None:
+        """Stop what was launched."""
+        with self._failing(error) as how:
+            await self.end(how)
 
     def end_failed_constructor(self, error: BaseException) -> None:
-        """Stop what a failed constructor has launched. Log an error, which must not replace the first."""
+        """Stop what a failed constructor has launched."""
         if not hasattr(self._cluster, "_loop_runner"):  # Dask's classes have refused an argument
             no_longer_end_at_exit(self._cluster)
             return
-        if isinstance(error, KeyboardInterrupt):
-            self.note_interrupt()
-        try:
-            self.end_from_outside(self._how_after_failure)
-        except Exception as failed:  # of Dask or the platform's library, for example
-            logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
-        if isinstance(error, KeyboardInterrupt):
-            self.say_interrupted()
-
-    def note_interrupt(self) -> None:
-        """Note that its user has interrupted the start, for the cluster's history."""
-        self._cluster.end_reason = f"interrupted while it started by {self._cluster.sharing.who}"
-
-    def say_interrupted(self) -> None:
-        """Tell the user, after Ctrl-C, how many sessions were stopped."""
-        n = len(self._cluster.api.launched - self._cluster.api.live.keys())
-        noun = "session" if n == 1 else "sessions"
-        output.say(f"Interrupted: {n} {noun} stopped", to_stderr=True)
+        with self._failing(error) as how:
+            self.end_from_outside(how)
         output.flush()
+
+    @contextlib.contextmanager
+    def _failing(self, error: BaseException) -> Iterator[How]:
+        """Note why the start has failed. Log another error, which must not replace that one."""
+        if not self.has_begun:
+            self._is_interrupted = not isinstance(error, Exception)
+            interrupted = f"interrupted while it started by {self._cluster.sharing.who}"
+            why = interrupted if self._is_interrupted else f"it did not start: {error}"
+            is_refused = isinstance(error, (TypeError, ValueError)) and not self._cluster.api.launched
+            self._cluster.end_reason = "" if is_refused else why
+        try:  # the cluster of another process runs on
+            yield How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN
+        except Exception as failed:  # of Dask or the platform's library, for example
+            if failed is not self._failure:  # the interrupted constructor may see it, and the start
+                self._failure = failed
+                logger.error("Cluster %s not closed properly: %s", self._name, failed or repr(failed))
 
     # -- why it ends
 
@@ -365,10 +325,162 @@ class Ending:
             return
         words = first_line("".join(traceback.format_exception_only(error)))
         self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
-        if self._cluster._is_keeper:
+        if self._cluster.sharing.is_keeper:
             write_own_log(self._cluster, "".join(traceback.format_exception(error)).rstrip())
 
     @property
     def is_forks_copy(self) -> bool:
         """Whether this process is a fork of the cluster's process. Its exit does not end the cluster."""
         return self._pid != os.getpid()
+
+
+def end_at_exit(cluster: Any) -> None:
+    """Shut down a cluster when the interpreter exits, unless it is closed before.
+
+    Raises
+    ------
+    CMLError
+        If the interpreter is exiting already.
+    """
+    _clusters[cluster] = weakref.ref(threading.current_thread())
+    if _is_over:
+        _clusters.pop(cluster, None)
+        raise CMLError(f"cluster {cluster.options.name} not started: the program is exiting")
+    _handle_signals()
+
+
+def no_longer_end_at_exit(cluster: Any) -> None:
+    """Forget a cluster that is closed."""
+    _clusters.pop(cluster, None)
+    _handle_signals()
+
+
+def unclosed() -> list[Any]:
+    """Return the clusters of this process that are not closed."""
+    return [*_clusters]
+
+
+def name_others(cluster: Any) -> None:
+    """Name the user's other clusters in this process that have random names, as a new one has.
+
+    A cell that runs again may have left them. Whoever gives names wants several clusters.
+    """
+    for other in unclosed():
+        is_users = other.starting is not None and other._rank is None and not other.sharing.has_own_name
+        if other is not cluster and is_users and other.sessions:
+            name, age = other.options.name, format_duration(other.sessions[0].age)
+            shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"
+            cluster._tell(
+                f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
+            )
+
+
+def _handle_signals() -> None:
+    """While clusters exist, let signals shut them down before the program ends, unless it handles them."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread can set handlers
+    for signum in _SIGNALS:
+        handler = signal.getsignal(signum)
+        if _clusters and handler is signal.SIG_DFL:
+            signal.signal(signum, _exit)
+        elif not _clusters and handler is _exit:
+            signal.signal(signum, signal.SIG_DFL)
+
+
+def _exit(signum: int, _: Any) -> None:
+    """Shut down all clusters, and end the program here, as the signal does by default."""
+    # It may have interrupted code that holds a lock, and wait for it in vain.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 3 * _TIMEOUT)
+    _end_all()
+    # Another thread may hold a stream, and wait for a reader that never comes.
+    output.write(lambda: sys.stdout.flush())
+    output.write(lambda: sys.stderr.flush())
+    output.flush()
+    os._exit(_BY_SIGNAL + signum)
+
+
+def _wait_and_end() -> None:
+    try:
+        _wait_for_makers()
+    finally:  # also after Ctrl-C
+        _end_all()
+
+
+def _end_all() -> None:
+    """Shut down all clusters at once."""
+    global _is_over
+    _is_over = True
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *_SIGNALS)}
+    # Neither a second Ctrl-C nor a second SIGTERM interrupts it.
+    raising = [signum for signum in handlers if handlers[signum] in (signal.default_int_handler, _exit)]
+    for signum in raising:
+        signal.signal(signum, _ask_for_patience)
+    # The handler of a signal holds the event loop that it has interrupted, so nothing can run in it.
+    held = asyncio._get_running_loop()  # asyncio/events.py, for event loops; no error without one
+    threads = [threading.Thread(target=_end, args=(cluster, held), daemon=True) for cluster in unclosed()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 2 * _TIMEOUT  # of all together, before SIGALRM
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    output.flush()
+    for signum in raising:
+        signal.signal(signum, handlers[signum])
+
+
+def _uncaught_error() -> BaseException | None:
+    """Return the exception that ends this program. An interactive one goes on after an exception."""
+    if hasattr(sys, "ps1") or "IPython" in sys.modules:
+        return None
+    return getattr(sys, "last_value", None)
+
+
+def _end(cluster: Any, held: asyncio.AbstractEventLoop | None) -> None:
+    try:
+        cluster.ending.note_exit(_uncaught_error())
+        is_held = held is not None and cluster.loop.asyncio_loop is held
+        how, timeout = cluster.ending.usual_how, 0 if is_held else _TIMEOUT
+        cluster.ending.end_blocking(how, timeout, in_any_case=True)
+    except Exception as error:  # of the platform's library, for example: the others are shut down, too
+        logger.error("%s", error, exc_info=None if isinstance(error, (CMLError, OSError)) else error)
+    cluster.status = Status.closed  # so that Dask does not close it again
+    _clusters.pop(cluster, None)
+
+
+def _ask_for_patience(*_: Any) -> None:
+    names = ", ".join(cluster.options.name for cluster in unclosed())
+    if names:
+        logger.warning("Shutting down cluster %s first: please wait", names)
+
+
+def _wait_for_makers() -> None:
+    """Wait for the threads that created clusters and may still use them, as the interpreter does itself."""
+    # Do not wait for threads of thread pools: they run until the interpreter informs them of the exit.
+    # concurrent/futures/thread.py:17
+    exempt = {threading.current_thread(), *executors._threads_queues}
+    while makers := {ref() for ref in [*_clusters.values()]} - exempt:
+        maker = makers.pop()
+        exempt.add(maker)
+        if maker and not maker.daemon:
+            maker.join()
+
+
+def _hold_signals() -> None:
+    # Python drops signals that a new child gets before it is ready for its handlers, but they must end it.
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
+def _forget_all() -> None:
+    """Leave the clusters to the parent process, after a fork."""
+    _clusters.clear()
+    _handle_signals()
+    _release_signals()
+
+
+compat.exit_before_thread_pools(_wait_and_end)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all)

@@ -7,13 +7,11 @@ from collections import UserDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributed.deploy.spec import SpecCluster
-
-from dask_cml.checks import message
+from dask_cml.checks import choice, message, of_type
 from dask_cml.core.adaptive import CMLAdaptive
-from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
-from dask_cml.options import Options
-from dask_cml.options.limits import Sessions, check_room
+from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
+from dask_cml.options import Options, Sessions, check_room
+from dask_cml.protocol import WantedGroup
 from dask_cml.sessions.process import CMLWorker
 
 if TYPE_CHECKING:
@@ -30,10 +28,10 @@ class Specs(UserDict[str, Any]):
 
     Examples
     --------
-    >>> specs = Specs({7: "spec"})
-    >>> specs |= {8: "spec"}
-    >>> specs, specs[7], 8 in specs
-    ({'7': 'spec', '8': 'spec'}, 'spec', True)
+    >>> specs = Specs({7: {"cls": "distributed.Worker"}})
+    >>> specs |= {8: specs[7]}
+    >>> [*specs], 8 in specs
+    (['7', '8'], True)
     """
 
     def __ior__(self, specs: Any) -> Specs:  # type: ignore[override, misc]  # UserDict's takes keys as they are
@@ -51,6 +49,9 @@ class Specs(UserDict[str, Any]):
         return super().__getitem__(str(name))
 
     def __setitem__(self, name: Any, spec: Any) -> None:
+        if not (isinstance(spec, Mapping) and "cls" in spec):
+            expected = "a mapping with the worker's class as `cls`, such as cluster.new_spec"
+            raise ValueError(of_type(f"worker_spec[{name!r}]", spec, expected))
         super().__setitem__(str(name), spec)
 
     def __delitem__(self, name: Any) -> None:
@@ -64,19 +65,17 @@ class Groups:
 
     Parameters
     ----------
-    cluster : SpecCluster
+    cluster : CMLCluster
         The cluster. Its ``new_spec`` is the spec of the default group.
     options : Options
         The options of the cluster, and of its default group.
     """
 
-    def __init__(self, cluster: SpecCluster, options: Options) -> None:
+    def __init__(self, cluster: Any, options: Options) -> None:
         self._cluster, self._prefix = cluster, options.name
         #: The names in ``worker_spec`` with their groups, as far as they were not changed by hand.
         self._known: dict[str, str] = {}
         self._options = {DEFAULT_GROUP: options}
-        #: The options of groups as they were described.
-        self._described: dict[str, Mapping[str, Any]] = {}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
         #: which ones cost least to close.
         self._excess: dict[str, int] = {}
@@ -85,26 +84,19 @@ class Groups:
         #: All names that sessions of the cluster have had. A second session with such a name would exit.
         self._given: set[str] = set()
         self._adaptives: dict[str, Adaptive] = {}
-        #: Whether the first workers are wanted.
-        self._has_begun = False
 
     def want_first(self) -> None:
         """Want the first workers of all groups, unless that was done, or the cluster runs already."""
-        if not isinstance(self._cluster.worker_spec, Specs):  # SpecCluster.__init__ (spec.py:264) sets a dict
-            self._cluster.worker_spec = Specs(self._cluster.worker_spec)
         options = self.options()
-        if self._has_begun or options.create_mode == "connect":
+        if isinstance(self._cluster.worker_spec, Specs):  # SpecCluster.__init__ (spec.py:264) sets a dict
             return
-        self._has_begun = True
+        self._cluster.worker_spec = Specs(self._cluster.worker_spec)
+        if options.create_mode == "connect":
+            return
         self.resize(DEFAULT_GROUP, options.n_workers, ())
         for name, of_group in options.groups().items():
             self.add(name, of_group)
             self.resize(name, of_group.n_workers, ())
-
-    @property
-    def is_changed_by_hand(self) -> bool:
-        """Whether a user has changed ``worker_spec``, as a subclass of SpecCluster may."""
-        return self._known.keys() != self._cluster.worker_spec.keys()
 
     def take_changes_by_hand(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return what users have removed from ``worker_spec``, and added, since the last call.
@@ -137,30 +129,19 @@ class Groups:
         ValueError
             If the group does not exist.
         """
-        known = self._options.get(group)
-        if known is None:
-            raise ValueError(message("worker_group", group, f"one of {', '.join(map(repr, self._options))}"))
-        return known
+        return self._options[choice("worker_group", group, self.names)]
 
     def add(self, group: str, options: Options) -> None:
         """Add a group without workers."""
         self._options[group] = options
 
     def check_size(self, group: str, options: Options) -> None:
-        """Refuse a group with which the scheduler's file would be too large: it holds all groups.
-
-        Raises
-        ------
-        ValueError
-            If the options of all groups are too long as JSON.
-        """
+        """Refuse a group with which the scheduler's file would be too large: it holds all groups."""
         others = sum(len(json.dumps(self.options(name).group_arguments())) for name in self.names)
-        size = len(json.dumps(options.group_arguments()))
-        if others + size > _MOST_BYTES:
-            raise ValueError(
-                f"invalid options of worker group {group!r} with {size} bytes: expected at most "
-                f"{max(0, _MOST_BYTES - others)} bytes, because all groups of a cluster have {_MOST_BYTES}"
-            )
+        size, most = len(json.dumps(options.group_arguments())), max(0, _MOST_BYTES - others)
+        if size > most:
+            what = f"invalid options of worker group {group!r} with {size} bytes"
+            raise ValueError(f"{what}: expected at most {most}, of {_MOST_BYTES} for all groups of a cluster")
 
     def remove(self, group: str) -> None:
         """Remove a group. Its workers are not wanted any more."""
@@ -169,24 +150,36 @@ class Groups:
         self._excess.pop(group, None)
         self.adapt(group, None)
 
-    def take(self, groups: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
+    @property
+    def described(self) -> dict[str, WantedGroup]:
+        """What is wanted of the groups, for other processes."""
+        described = {}
+        for name, options in self._options.items():
+            own = {} if name == DEFAULT_GROUP else options.group_arguments()
+            described[name] = WantedGroup(own, self.target(name), self.limits(name))
+        return described
+
+    def take(self, groups: Mapping[str, WantedGroup]) -> None:
+        """Have these groups and limits of adaptive scaling instead of the present ones."""
+        known = self.described
+        for name in known.keys() - groups.keys():
+            self.remove(name)
+        for name, group in groups.items():
+            if name not in known or known[name].options != group.options:
+                self._options[name] = self.options().of_group(group.options)
+            self.limit(name, group.adapt)
+
+    def show(self, groups: Mapping[str, WantedGroup], wanted: Mapping[str, str]) -> None:
         """Have the groups and the wanted workers of a keeper instead of the present ones.
 
         Parameters
         ----------
         groups : mapping of str to WantedGroup
-            The groups, see ``dask_cml.scheduler.board.WantedGroup``.
+            The groups.
         wanted : mapping of str to str
             The groups of the wanted workers by their names.
         """
-        for name in self.names:
-            if name not in groups:
-                self.remove(name)
-        for name, group in groups.items():
-            if name != DEFAULT_GROUP and not (name in self and self._described.get(name) == group.options):
-                self._options[name] = self.options().of_group(group.options)
-                self._described[name] = group.options
-            self.limit(name, group.adapt)
+        self.take(groups)
         if self.wanted() != wanted:
             self.want(wanted)
         # More may be asked for than the keeper wants by now.
@@ -203,11 +196,13 @@ class Groups:
             previous.stop()
         if adaptive is not None:
             self._adaptives[group] = adaptive
+            if self._cluster.sharing.is_keeper:
+                self.begin_adapting()
         if group == DEFAULT_GROUP:
             self._cluster._adaptive = adaptive  # Dask's widget shows it
 
     def limit(self, group: str, limits: Mapping[str, Any] | None) -> None:
-        """Let a group adapt between limits of the board. None: it has a fixed size."""
+        """Let a group adapt between limits of a report. None: it has a fixed size."""
         if self.limits(group) != limits:
             adaptive = None if limits is None else CMLAdaptive(self._cluster, worker_group=group, **limits)
             self.adapt(group, adaptive)
@@ -219,7 +214,7 @@ class Groups:
                 adaptive.begin()
 
     def yield_adapting(self) -> None:
-        """Let another process adapt the groups between the limits on the board."""
+        """Let another process adapt the groups between the limits of the last report."""
         for group, adaptive in [*self._adaptives.items()]:
             if self.limits(group) is not None:
                 self.adapt(group, None)
@@ -235,7 +230,7 @@ class Groups:
         return group in self._adaptives
 
     def limits(self, group: str) -> Mapping[str, Any] | None:
-        """Return the limits of a group's adaptive scaling for the board. None: it has a fixed size."""
+        """Return the limits of a group's adaptive scaling for the report. None: it has a fixed size."""
         adaptive = self._adaptives.get(group)
         return adaptive.limits if isinstance(adaptive, CMLAdaptive) else None
 
@@ -255,14 +250,9 @@ class Groups:
         """Return the name and the spec of the next worker of a group. No session has had that name."""
         if group != DEFAULT_GROUP:
             return {self._next_name(group): self.spec(group)}
-        # A subclass may override either method, and give names of its own.
+        # A subclass may override it, and give names of its own.
         [(name, spec)] = Specs(self._cluster.new_worker_spec()).items()
-        while name in self._given:
-            self._cluster._i += 1
-            previous, [(name, spec)] = name, Specs(self._cluster.new_worker_spec()).items()
-            if name == previous:  # the subclass does not count
-                name = self._next_name(group)
-        return {name: spec}
+        return {self._next_name(group) if name in self._given else name: spec}
 
     def _next_name(self, group: str) -> str:
         number = self._numbers.get(group, 0)
@@ -304,6 +294,21 @@ class Groups:
                 workers[name] = [f"{name}{suffix}" for suffix in spec.get("group", ("",))]
         return workers
 
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuse names that no session or Dask worker of the cluster can have or have had.
+
+        Raises
+        ------
+        ValueError
+            If there are such names.
+        """
+        workers = self.dask_workers()
+        known = self._given.union(workers, *workers.values())
+        odd = [name for name in names if read_name(self._prefix, name) is None]
+        unknown = [name for name in odd if known.isdisjoint((name, name.rpartition("-")[0]))]
+        if unknown:
+            raise ValueError(message("workers", unknown, f"names of workers, such as {self._prefix}-0"))
+
     def target(self, group: str) -> int:
         """Return how many workers of a group are wanted."""
         return max(0, len(self.workers(group)) - self._excess.get(group, 0))
@@ -320,7 +325,7 @@ class Groups:
                 sessions.append((options.worker, self.target(name)))
         return sessions
 
-    def sessions_for(self, group: str, n: int, memory: float | str | None, cores: float | None) -> int:
+    def sessions_for(self, group: str, n: int | None, memory: float | str | None, cores: float | None) -> int:
         """Return to how many sessions a group is to be scaled.
 
         Raises
@@ -373,17 +378,20 @@ class Groups:
         self.drop(chosen)
         self._excess[group] = excess - len(chosen)
 
-    def replace(self, name: str) -> bool:
-        """Want another worker by the spec of a lost one. Return False if it was not wanted any more."""
+    def replace(self, name: str) -> bool | None:
+        """Want another worker by the spec of a lost one, unless one too many was wanted anyway.
+
+        Return whether another one is wanted, or None if the lost one was not wanted any more.
+        """
         group, spec = self.group_of(name), self._cluster.worker_spec.get(name)
         if spec is None:
-            return False
+            return None
         self.drop([name])
-        if self._excess.get(group, 0) > 0:  # one worker too many was wanted anyway
+        if self._excess.get(group, 0) > 0:
             self._excess[group] -= 1
-        else:
-            self.given([name])
-            self._add({next(iter(self.new(group))): spec})
+            return False
+        self.given([name])
+        self._add({next(iter(self.new(group))): spec})
         return True
 
     def drop(self, names: Iterable[str]) -> None:

@@ -13,15 +13,13 @@ import dask.config
 from dask.utils import parse_timedelta
 
 from dask_cml import protocol
-from dask_cml.core.retirement import drop
 from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import get_logger
-from dask_cml.rpc import NO_ANSWER, Ask
+from dask_cml.protocol import NO_ANSWER, Ask
 from dask_cml.sessions.causes import Cause, Loss, find_cause
-from dask_cml.sessions.process import CMLWorker
-from dask_cml.sessions.session import Phase
+from dask_cml.sessions.process import CMLWorker, Phase
 from dask_cml.timing import timing
 
 logger = get_logger(__name__)
@@ -62,8 +60,9 @@ class Losses:
         """
         wanted = self._processes.wanted()
         incomplete = self._note_connected(wanted)
-        if losses := noticed(wanted, self._cluster.sharing.board.leaving):
-            return losses
+        leaving = {*self._cluster.sharing.link.board.leaving}  # the platform is about to stop their sessions
+        if evicted := [worker for worker in wanted if not leaving.isdisjoint(worker.dask_names)]:
+            return {worker.name: Loss(Cause.EVICTED, "evicted, with notice") for worker in evicted}
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
         is_due = time.monotonic() - self._listed >= self._watch_interval
@@ -73,7 +72,7 @@ class Losses:
         if listing is None:
             return {}
         self._listed = time.monotonic()
-        await self._processes.take_connected()
+        self._processes.take_connected()
         dead: set[str] = set()
         for process in self._processes.launched:
             if process.update(listing) and isinstance(process, CMLWorker):
@@ -81,7 +80,7 @@ class Losses:
         dead &= connected_names(self._cluster)
         if dead:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
-            await drop(self._cluster, dead)
+            await self._processes.unregister(dead)
         incomplete = self._note_connected(self._processes.wanted(), dead)
         await self._processes.take_started(incomplete, listing)
         losses = await find_losses(incomplete, self._cluster._ask_scheduler)
@@ -90,52 +89,51 @@ class Losses:
         back = {worker.name for worker in running if connected.issuperset(worker.dask_names)}
         return {name: loss for name, loss in losses.items() if name not in back}
 
-    def _note_connected(self, workers: Iterable[CMLWorker], dead: Set[str] = frozenset()) -> list[CMLWorker]:
+    def _note_connected(
+        self, workers: Collection[CMLWorker], dead: Set[str] = frozenset()
+    ) -> list[CMLWorker]:
         """Note which Dask workers are connected, but for dead ones. Return the workers that lack one."""
         connected = connected_names(self._cluster) - dead
-        incomplete = []
         for worker in workers:
-            had_arrived = worker.arrived_at is not None
-            worker.note_connected(connected)
-            if worker.arrived_at is not None and not had_arrived:
+            if worker.note_connected(connected):
                 self._processes.note_arrival(worker)
-            if not worker.is_complete:
-                incomplete.append(worker)
-        return incomplete
+        return [worker for worker in workers if worker.arrived_at is None or worker.gone_for is not None]
 
     async def replace(self, losses: Mapping[str, Loss]) -> None:
         """Want other workers instead of lost ones. Their sessions are stopped by the next step."""
         workers = {worker.name: worker for worker in self._processes.workers()}
         groups = {name: self._cluster.groups.group_of(name) for name in losses}
-        lost = {name: loss for name, loss in losses.items() if self._cluster.groups.replace(name)}
+        others = {name: self._cluster.groups.replace(name) for name in losses}
+        lost = {name: losses[name] for name, other in others.items() if other is not None}
         for group in {groups[name] for name in lost}:
             of_group = {name: loss for name, loss in lost.items() if groups[name] == group}
-            self._count(group, of_group, [workers[name] for name in of_group if name in workers])
+            gives_up = self._count(group, of_group, [workers[name] for name in of_group if name in workers])
+            gave_up = self._processes.backoff(group).gave_up
+            for name, loss in of_group.items():
+                replacement = "; launching a replacement" if others[name] and not gave_up else ""
+                verb = "" if loss.cause in (*_NO_FAILURES, Cause.EVICTED) else "lost: "
+                self._cluster._tell(f"Worker {name} {verb}{loss.words}{replacement}")
+            if gives_up:
+                self._processes.tell_giving_up(group)
         for name, loss in lost.items():
             self._cluster.sharing.keeper.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
             # The log of a session that had no name is that of the session which had it first.
             if name in workers and loss.cause not in _NO_FAILURES:
                 await workers[name].note_loss(loss)
 
-    def _count(self, group: str, losses: Mapping[str, Loss], workers: Collection[CMLWorker]) -> None:
-        """Count workers of a group that were lost together as one failure, and tell the user."""
+    def _count(self, group: str, losses: Mapping[str, Loss], workers: Collection[CMLWorker]) -> bool:
+        """Count workers of a group that were lost together as one failure. Return whether it gives up now."""
         failures = {name: loss for name, loss in losses.items() if loss.cause not in _NO_FAILURES}
-        backoff, gives_up = self._processes.backoff(group), False
-        if failures:
-            name, loss = next(iter(failures.items()))
-            gives_up = backoff.failed(
-                f"worker {name} lost: {loss.words}",
-                len(failures),
-                max((worker.launched_at or math.inf for worker in workers), default=math.inf),
-                lasted=max((worker.connected_for for worker in workers), default=0.0),
-                counts=not all(loss.of_task for loss in failures.values()),
-            )
-        replacement = "" if backoff.gave_up else "; launching a replacement"
-        for name, loss in losses.items():
-            verb = "" if loss.cause in (*_NO_FAILURES, Cause.EVICTED) else "lost: "
-            self._cluster._tell(f"Worker {name} {verb}{loss.words}{replacement}")
-        if gives_up:
-            self._processes.tell_giving_up(group)
+        if not failures:
+            return False
+        name, loss = next(iter(failures.items()))
+        return self._processes.backoff(group).failed(
+            f"worker {name} lost: {loss.words}",
+            len(failures),
+            max((worker.launched_at or math.inf for worker in workers), default=math.inf),
+            lasted=max((worker.connected_for for worker in workers), default=0.0),
+            counts=not all(loss.of_task for loss in failures.values()),
+        )
 
     def note_states(self) -> None:
         """Tell other processes which sessions have been queued, and which run, since the last call."""
@@ -145,18 +143,12 @@ class Losses:
                 worker.told = phase
                 self._cluster.sharing.keeper.event(_EVENTS[phase], worker.name)
 
-    def note_connected(self, names: Iterable[str]) -> None:
+    def note_seen(self, names: Iterable[str]) -> None:
         """Note Dask workers that have connected. Some may be gone before the next look."""
         for name in names:
             worker = self._cluster.workers.get(name) or self._cluster.workers.get(name.rpartition("-")[0])
             if isinstance(worker, CMLWorker) and name in worker.dask_names:
                 worker.seen.add(name)
-
-
-def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[str, Loss]:
-    """Return the workers whose session the platform is about to stop, by its notice."""
-    evicted = [worker for worker in workers if any(name in leaving for name in worker.dask_names)]
-    return {worker.name: Loss(Cause.EVICTED, "evicted, with notice") for worker in evicted}
 
 
 async def find_losses(workers: Collection[CMLWorker], ask: Ask) -> dict[str, Loss]:

@@ -1,4 +1,4 @@
-"""What the keeper of a cluster tells its user, when it becomes true, and the cluster's own log."""
+"""What a process of a cluster tells its user, what is wrong with the cluster, and the cluster's own log."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import datetime
 from typing import Any
 
 from dask_cml import output
-from dask_cml.core.policy import unrunnable
 from dask_cml.core.workers import Workers
+from dask_cml.errors import CMLError
+from dask_cml.layout import OWN_LOG, log_path
 from dask_cml.output import get_logger
 from dask_cml.private_files import append
-from dask_cml.sessions.session_logs import OWN, log_path
-from dask_cml.timing import timing
+from dask_cml.protocol import View
 from dask_cml.words import command
 
 logger = get_logger(__name__)
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 def write_own_log(cluster: Any, text: str) -> None:
     """Write into the cluster's log, for other processes and for the time after its end, without waiting."""
-    path = log_path(OWN, cluster.place.folder, cluster.options.log_directory)
+    path = log_path(OWN_LOG, cluster.place.folder, cluster.options.log_directory)
     line = f"{datetime.now():%Y-%m-%d %H:%M:%S} - {text}\n"
     output.write(lambda: append(path, line.encode()))
 
@@ -40,6 +40,8 @@ class Messages:
         Why the platform does not answer, as a clause. None if it does.
     unrunnable : str or None
         Why no worker can run some tasks, as a clause. None if workers can run all.
+    told : set of str
+        The subjects of lines that are told, here or by the last keeper, and still true.
     """
 
     def __init__(self, cluster: Any) -> None:
@@ -49,28 +51,35 @@ class Messages:
         self.outage: str | None = None
         self.unrunnable: str | None = None
         self._key_refused = False
-        #: The subjects of logged lines that are still true.
-        self._logged: set[str] = set()
+        self.told: set[str] = set()
 
-    async def tell(self) -> None:
-        """Log lines about the cluster when they become true.
+    @property
+    def view(self) -> View:
+        """What the process knows that launches and stops the sessions."""
+        processes, retirements, api = self._processes, self._cluster.retirements, self._cluster.api
+        problems = self.failure, self.outage, processes.problem, retirements.words, self.unrunnable
+        backoffs = processes.backoffs.items()
+        return View(
+            problem=next(filter(None, problems), None),
+            gave_up={group: backoff.words or "" for group, backoff in backoffs if backoff.gave_up},
+            shortages={group: backoff.shortage for group, backoff in backoffs if backoff.shortage},
+            staying=retirements.staying,
+            not_stopped=api.failures.get("stop"),
+        )
 
-        Raises
-        ------
-        OSError, asyncio.TimeoutError, CMLError
-            If the scheduler does not answer.
-        """
-        cluster = self._cluster
-        lines = {**self._queued(), **cluster.sharing.keeper.news()}
-        found = await self._find_unrunnable()
-        self.unrunnable = "; ".join(found.values()) or None
-        # The numbers of tasks change often, so a reason is logged once.
-        for reason, tasks in found.items():
-            lines[reason] = f" cannot run all tasks: {tasks}"
+    def tell(self) -> None:
+        """Tell lines about the cluster when they become true."""
+        cluster, found = self._cluster, self._cluster.demand.unrunnable
+        lines = {**self._queued(), **cluster.sharing.keeper.news}
+        if found is not None:
+            self.unrunnable = "; ".join(found.values()) or None
+            # The numbers of tasks change often, so a reason is logged once.
+            lines |= {reason: f" cannot run all tasks: {tasks}" for reason, tasks in found.items()}
         for subject, line in lines.items():
-            if subject not in self._logged:
+            if subject not in self.told:
                 cluster._tell(f"Cluster {cluster.options.name}{line}")
-        self._logged = {*lines}
+        # Until tasks are known, it is not known which lines of the last keeper are still true.
+        self.told = self.told | lines.keys() if found is None else {*lines}
 
     def _queued(self) -> dict[str, str]:
         waiting = self._processes.queued()
@@ -81,19 +90,6 @@ class Messages:
         line = f": {len(waiting)} of {n_wanted} worker sessions queued"
         # The platform may tell the reason later, and in words that change.
         return {"queued, with a reason": f"{line}: {reason}"} if reason else {"queued": line}
-
-    async def _find_unrunnable(self) -> dict[str, str]:
-        """Return the tasks that no worker can run, now or later, by their reasons."""
-        cluster = self._cluster
-        snapshot = await self._cluster.demand.snapshot(max_age=timing.look)
-        expected: set[str] = set()
-        # Usually, no task is restricted, and a cluster may have thousands of workers.
-        if snapshot.restricted:
-            for address, info in [*cluster.scheduler_info["workers"].items()]:
-                expected |= {address, str(info["name"]), str(info.get("host"))}
-            for name, dask_names in cluster.groups.dask_workers().items():
-                expected |= {name, *dask_names}
-        return unrunnable(snapshot, expected)
 
     async def tell_outage(self) -> None:
         """Log once that the platform does not answer, and once that it does again."""
@@ -116,6 +112,26 @@ class Messages:
         they_end = f" They end {', or '.join(ends)}." if ends else ""
         return (
             f"Until then, this process launches and stops no session. The cluster's {n} {noun} and its tasks "
-            f"run on.{they_end} The scheduler can tell their programs to exit. To end them now, run "
+            f"continue.{they_end} The scheduler can tell their programs to exit. To end them now, run "
             f"{command('delete', self._cluster.options.name)}"
         )
+
+
+def check_that_workers_may_come(cluster: Any, what: str) -> None:
+    """Refuse to wait for workers after too many failures, when no other worker is to connect.
+
+    Raises
+    ------
+    CMLError
+        If no worker of any group is to connect until a user scales a group that failed.
+    """
+    gave_up, groups = cluster.sharing.view.gave_up, cluster.groups
+    for group in groups.names:
+        arrived = cluster.processes.arrived(group)
+        wanted = groups.target(group) - len(arrived)
+        may_launch = group not in gave_up and (wanted > 0 or groups.limits(group) is not None)
+        if may_launch or {*cluster.processes.known(group)} - arrived:
+            return
+    for group, why in gave_up.items():
+        scale = command("scale", cluster.options.name, groups.target(group), group=group)
+        raise CMLError(f"{what}: {why}. To try again, run {scale}")

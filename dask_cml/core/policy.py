@@ -6,14 +6,10 @@ need no GPU launch no sessions with GPUs.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from dask_cml import protocol
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.
@@ -279,53 +275,6 @@ def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
             return max(kept, snapshot.engaged(group))
         held -= supply.limit * kept / (supply.sessions or 1)
     return 0
-
-
-class Demand:
-    """What the scheduler knows of the work, and what the groups can do.
-
-    Parameters
-    ----------
-    cluster : CMLCluster
-        The cluster.
-    """
-
-    def __init__(self, cluster: Any) -> None:
-        self._cluster = cluster
-        self._answer: Mapping[str, Any] = {}
-        self._answered = -math.inf
-        self._lock = asyncio.Lock()
-
-    async def snapshot(self, max_age: float = 0.0) -> Snapshot:
-        """Return the work and the groups. Callers that wait for each other share one question.
-
-        Parameters
-        ----------
-        max_age : float
-            Maximum age of an answer that is used again, in seconds.
-
-        Raises
-        ------
-        OSError, asyncio.TimeoutError, CMLError
-            If the scheduler does not answer.
-        """
-        async with self._lock:
-            if time.monotonic() - self._answered >= max_age:
-                self._answer = await self._cluster._ask_scheduler(protocol.DEMAND)
-                self._answered = time.monotonic()
-        return Snapshot.of(self._answer, map(self._supply, self._cluster.groups.names))
-
-    def _supply(self, group: str) -> Supply:
-        groups = self._cluster.groups
-        options = groups.options(group)
-        return Supply(
-            name=group,
-            processes=options.processes,
-            nthreads=options.nthreads,
-            resources=options.resources,
-            adapts=groups.adapts(group),
-            target=groups.target(group),
-        )
 
 
 def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:

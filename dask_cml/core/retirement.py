@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.protocol import pickle
@@ -17,7 +17,7 @@ from dask_cml.core.workers import Workers, connected_names
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import get_logger
-from dask_cml.rpc import NO_ANSWER
+from dask_cml.protocol import NO_ANSWER
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.timing import timing
 
@@ -45,7 +45,6 @@ class Retirements:
         self._cluster = cluster
         self._processes: Workers = cluster.processes
         self._limit: float = setting("retire-timeout")
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def _unwanted(self) -> list[CMLWorker]:
@@ -62,14 +61,10 @@ class Retirements:
     @property
     def words(self) -> str | None:
         """The workers whose retirement takes long, or is not possible now. None if there are none."""
-        now, connected = time.monotonic(), connected_names(self._cluster)
-        late = []
-        for worker in self._unwanted:
-            is_late = now - (worker.retiring_since or now) > timing.long_retirement
-            is_stuck = is_late or worker.cannot_move_to is not None
-            if is_stuck and connected.intersection(worker.dask_names):
-                late.append(worker.name)
-        return f"waiting for the data of {', '.join(sorted(late))}" if late else None
+        limit = time.monotonic() - timing.long_retirement
+        late = [worker.name for worker in self._unwanted if (worker.retiring_since or math.inf) < limit]
+        names = sorted({*late, *self.staying})
+        return f"waiting for the data of {', '.join(names)}" if names else None
 
     async def choose(
         self,
@@ -124,12 +119,8 @@ class Retirements:
         if begun:
             for worker in begun:
                 worker.retiring_since = time.monotonic()
-            task = asyncio.create_task(self._retire(begun))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            await asyncio.wait([task], timeout=timing.usual_retirement)
-            if task.done():
-                task.result()
+            names = {worker.name for worker in begun}
+            await self._processes.run("retire", {self._retire(begun): names}, timing.usual_retirement)
         return [worker for worker in unwanted if worker.is_retired or worker not in holding]
 
     def _may_retire(self, worker: CMLWorker, connected: set[str]) -> bool:
@@ -139,10 +130,6 @@ class Retirements:
         if worker.cannot_move_to is None or not self._cluster.worker_spec:
             return True
         return not connected.difference(worker.dask_names) <= worker.cannot_move_to
-
-    async def close(self) -> None:
-        """Stop waiting for workers."""
-        await cancel(*self._tasks)
 
     async def _retire(self, workers: Sequence[CMLWorker]) -> None:
         """Retire workers. A worker stays if it holds data that no other worker can take."""
@@ -163,7 +150,6 @@ class Retirements:
                 if worker.cannot_move_to is None:
                     self._cluster._tell(f"Worker {worker.name} stays until other workers can take its data")
                 worker.cannot_move_to = connected.difference(worker.dask_names)
-            self._cluster.woken.set()
         finally:
             for worker in workers:
                 worker.retiring_since = None
@@ -228,18 +214,5 @@ class Retirements:
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 for session in sorted({sessions[name] for name in silent}):
                     self._cluster._tell(f"Worker {session} abandoned: no answer for {self._limit:g} s")
-                await drop(self._cluster, silent)
+                await self._processes.unregister(silent)
             await asyncio.sleep(self._limit)
-
-
-async def drop(cluster: Any, names: Collection[str]) -> None:
-    """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
-
-    Raises
-    ------
-    OSError, asyncio.TimeoutError, CMLError
-        If the scheduler does not answer.
-    """
-    for address, info in [*cluster.scheduler_info["workers"].items()]:
-        if str(info["name"]) in names:
-            await cluster._ask_scheduler("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from distributed.core import Status
 from distributed.utils import import_term
 from distributed.worker import Worker
 
@@ -14,10 +14,12 @@ from dask_cml.cancellation import cancel, gather_or_cancel
 from dask_cml.checks import message
 from dask_cml.core.workers import Workers
 from dask_cml.display import StartDisplay
-from dask_cml.errors import CMLError
-from dask_cml.options import Options
-from dask_cml.sessions import api_v2, calls
-from dask_cml.sessions.answers import CallFailed
+from dask_cml.layout import log_folder
+from dask_cml.options import Options, check_new
+from dask_cml.private_files import make_folder
+from dask_cml.sessions import api_v2, calls, tls
+from dask_cml.sessions.calls import CallFailed
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, class_of
 
 
@@ -50,6 +52,29 @@ def scheduler_spec(options: Options) -> dict[str, Any]:
     return {"cls": CMLScheduler, "options": {"options": options}}
 
 
+def fill_folder(options: Options, place: Place, keys: Mapping[Path, str]) -> None:
+    """Write the keys of a new cluster into its folder, which belongs to it, and make the folder of its logs.
+
+    Parameters
+    ----------
+    options : Options
+        The cluster's options.
+    place : Place
+        The cluster's folder.
+    keys : mapping
+        The files of keys with their contents, see :func:`dask_cml.sessions.tls.as_files`.
+
+    Raises
+    ------
+    ValueError
+        If the cluster exceeds a limit of the site, or the folder of the logs cannot be made.
+    """
+    check_new(options)  # only now it is known that no running cluster is to be connected to
+    tls.write(keys)
+    if options.log_directory is not None:
+        make_folder(log_folder(place.folder, options.log_directory), "log_directory")
+
+
 async def start(cluster: Any, *, strict: bool) -> None:
     """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
 
@@ -71,16 +96,15 @@ async def start(cluster: Any, *, strict: bool) -> None:
     processes: Workers = cluster.processes
     arguments = {"api": cluster.api, "place": cluster.place, **cluster.scheduler_spec["options"]}
     scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**arguments)
-    cluster.scheduler = scheduler
-    specs = dict(cluster.worker_spec)  # a user may scale meanwhile
-    workers: dict[str, Any] = {}
+    names = [*cluster.worker_spec]  # a user may scale meanwhile
     if strict:  # before the scheduler's session is launched: a spec or a label may be invalid
         options = cluster.options
         await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
         for group in (options, *options.groups().values()):
             await cluster.api.find_labels(group.launch_options)
-        workers = {name: processes.make(name) for name in specs}
-    shown = StartDisplay(cluster, specs)
+        for name in names:
+            processes.make(name)
+    shown = StartDisplay(cluster, names)
     is_shown = strict and not cluster._quiet
     showing = asyncio.create_task(shown.run()) if is_shown else None
     watching: asyncio.Task[None] | None = None
@@ -88,22 +112,19 @@ async def start(cluster: Any, *, strict: bool) -> None:
     has_started = False
     try:
         # The scheduler's session first: in a queue, workers could take its place.
-        async with scheduler.lock:  # whoever awaits the cluster meanwhile must not launch it, too
-            try:
-                await scheduler.launch()
-            except BaseException:
-                scheduler.status = Status.failed
-                raise
+        await scheduler.launch()
+        cluster.scheduler = scheduler  # only now: whoever awaits the cluster would launch it, too
         # Only now: as soon as the workers are launched, the platform counts them as used.
         if asking is not None and asking.done():
             shown.notice = api_v2.shortage(cluster.groups.others()[1:], asking.result()) or ""
         await cluster.sharing.keeper.journal.write(processes.launched)
         watching = asyncio.create_task(_watch(cluster))
-        launching = (
-            _launch_strictly(cluster, workers) if strict else processes.launch(processes.ready, unasked=True)
-        )
+        if strict:
+            launches = [processes.launch_one(name) for name in names]
+        else:
+            launches = [processes.launch(processes.ready, unasked=True)]
         # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
-        await gather_or_cancel(_wait_and_join(cluster, scheduler), launching)
+        await gather_or_cancel(_wait_and_join(cluster, scheduler), *launches)
         has_started = True
     finally:
         await cancel(watching, showing)
@@ -130,14 +151,3 @@ async def _watch(cluster: Any) -> None:
         for worker in cluster.processes.workers():
             worker.update(listing)
         await cluster.sharing.keeper.journal.write(cluster.processes.launched)
-
-
-async def _launch_strictly(cluster: Any, workers: Mapping[str, Any]) -> None:
-    async def launch(name: str) -> None:
-        try:
-            await cluster.processes.launch_one(name, workers[name])
-        except CMLError:
-            if name in cluster.worker_spec:
-                raise
-
-    await gather_or_cancel(*map(launch, workers))

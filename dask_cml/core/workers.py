@@ -1,5 +1,6 @@
-"""A worker's life: it is wanted, launched, connected, retired and stopped. This module launches and stops.
+"""A worker's life: it is wanted, launched, connected, retired and stopped.
 
+This module launches and stops, and pauses after failures and refusals.
 Calls of the platform run in tasks: a call that hangs blocks nothing else. A worker's session is the session
 that took the worker's name, whoever launched it.
 """
@@ -7,45 +8,239 @@ that took the worker's name, whoever launched it.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from statistics import fmean
 from typing import Any
-from weakref import ref
 
 from distributed.core import Status
 
 from dask_cml.cancellation import cancel, gather_or_cancel, within
 from dask_cml.checks import is_session_id
-from dask_cml.core.backoff import Backoff
-from dask_cml.core.view import waits
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.options import setting
-from dask_cml.options.limits import describe, room
+from dask_cml.options import describe, room, setting
 from dask_cml.output import get_logger
-from dask_cml.sessions.answers import CallFailed, SessionInfo, has_ended
+from dask_cml.sessions.calls import CallFailed, SessionInfo, has_ended
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.process import CMLWorker, class_of
-from dask_cml.sessions.session import CMLProcess, Phase
+from dask_cml.sessions.process import CMLProcess, CMLWorker, Phase, Session, class_of
 from dask_cml.timing import timing
 from dask_cml.words import command
 
 logger = get_logger(__name__)
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+#: More doublings of a pause change nothing, and a float has room for a thousand.
+_MOST_DOUBLINGS = 10
+#: Seconds for which a connection has to hold, so that earlier failures do not count any more, and so that the
+#: pauses begin anew. Connections that break every minute are to be repaired by pauses, not by full speed.
+_SETTLED, _LASTING = 30.0, 600.0
 #: How many sessions of a group say how long its sessions take to start.
 _LAST_STARTS = 20
+
+
+class Backoff:
+    """Counts failures in a row of one worker group, and keeps how many sessions the platform launched for it.
+
+    When a user scales the group, a new Backoff replaces this one.
+
+    Parameters
+    ----------
+    limit : int
+        Number of failures in a row after which no workers are launched (``cml.failure-limit``).
+    quota_pause : float
+        Pause after a refused launch, in seconds (``cml.quota-retry``).
+
+    Attributes
+    ----------
+    is_limited : bool
+        Whether the user knows that the site's limits allow fewer sessions than adaptive scaling wants.
+
+    Examples
+    --------
+    >>> backoff = Backoff(limit=5, quota_pause=60.0)
+    >>> backoff.failed("the worker's session 1 ended", 2)
+    False
+    >>> backoff.words
+    "the worker's session 1 ended (and 1 more)"
+    >>> backoff.arrived(0.0)
+    >>> backoff.words
+    """
+
+    def __init__(self, limit: int, quota_pause: float) -> None:
+        self._limit, self._quota_pause = limit, quota_pause
+        self._failures, self._pauses, self._not_before = 0, 0, 0.0
+        self._arrived: float | None = None
+        #: When a launch or a worker failed last.
+        self._failed_at = -math.inf
+        #: How many sessions the platform launched when it refused one last, and when.
+        self._ceiling: tuple[int, float] | None = None
+        self._failure: str | None = None
+        self._shortage: str | None = None
+        #: Whether more sessions are wanted than the platform launched when it refused one last.
+        self._is_short = False
+        self.is_limited = False
+
+    @property
+    def words(self) -> str | None:
+        """The problem: failures until a worker connects, or a refusal until more sessions are launched."""
+        return self._failure or self.shortage
+
+    @property
+    def shortage(self) -> str | None:
+        """Why the platform has launched only some of the wanted sessions. None: it has launched all."""
+        return self._shortage if self._is_short else None
+
+    # -- failures
+
+    @property
+    def failures(self) -> int:
+        """The number of failures in a row. It is 0 if none has followed the last connection for a while."""
+        return 0 if self._settled_for > _SETTLED else self._failures
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether no workers are launched until the group is scaled, after too many failures."""
+        return self.failures >= self._limit
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next launch. Infinite after too many failures."""
+        return math.inf if self.gave_up else max(0.0, self._not_before - time.monotonic())
+
+    @property
+    def _settled_for(self) -> float:
+        """Seconds since the last connection, if no failure has followed it."""
+        return 0.0 if self._arrived is None else time.monotonic() - self._arrived
+
+    def begin_after(self, failures: int, why_gave_up: str | None) -> None:
+        """Begin after the failures in a row that another process has counted."""
+        self._failures = self._pauses = failures
+        if why_gave_up is not None:  # by its limit
+            self._failures, self._failure = max(failures, self._limit), why_gave_up
+        self._pause()
+
+    def arrived(self, now: float) -> None:
+        """Record that a worker connected."""
+        self._failure = None
+        self._arrived = now
+
+    def failed(
+        self, reason: str, n: int, began: float = math.inf, *, lasted: float = 0.0, counts: bool = True
+    ) -> bool:
+        """Record that `n` launches or workers failed together, which counts as one failure.
+
+        Workers that were launched before others failed do not count again, as when the nodes of a cluster are
+        drained one by one.
+
+        Parameters
+        ----------
+        reason : str
+            Why the first of them failed.
+        n : int
+            Their number.
+        began : float
+            When the last of them was launched.
+        lasted : float
+            For how long the first of them was connected, in seconds.
+        counts : bool
+            Whether too many such failures stop further launches. Those of tasks make the next launches wait,
+            but never stop them: the scheduler gives a task up that ends several workers.
+
+        Returns
+        -------
+        bool
+            Whether this was the last failure, after which no workers are launched.
+        """
+        if began < self._failed_at:
+            return False
+        lasted = max(lasted, self._settled_for)
+        if lasted > _SETTLED:
+            self._failures = 0
+        if lasted > _LASTING:
+            self._pauses = 0
+        self._failures += counts
+        self._pauses += 1
+        self._arrived, self._failed_at = None, time.monotonic()
+        self._pause()
+        self._failure = f"{reason} (and {n - 1} more)" if n > 1 else reason
+        gives_up = counts and self.gave_up
+        if gives_up:
+            self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
+        return gives_up
+
+    def _pause(self) -> None:
+        doublings = min(self._pauses - 1, _MOST_DOUBLINGS)
+        pause = min(_FIRST_PAUSE * 2**doublings, _LONGEST_PAUSE)
+        self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
+
+    # -- refusals
+
+    def refused(self, granted: int, shortage: str) -> bool:
+        """Record that the platform launched only `granted` sessions. Return whether that is new."""
+        is_new = self.refused_at != granted
+        self._ceiling = (granted, time.monotonic())
+        self._is_short, self._shortage = True, shortage
+        if not self.gave_up:  # the last word counts
+            self._failure = None
+        return is_new
+
+    def begin_with_ceiling(self, granted: int, shortage: str | None) -> None:
+        """Begin after a refusal of another process, and ask for one more session at once."""
+        self._ceiling, self._shortage, self._is_short = (granted, -math.inf), shortage, shortage is not None
+
+    @property
+    def refused_at(self) -> int | None:
+        """How many sessions the platform had launched when it refused one last. None: it has not since."""
+        return None if self._ceiling is None else self._ceiling[0]
+
+    def granted(self, n: int) -> None:
+        """Record that the platform has launched `n` sessions in total."""
+        if self._ceiling is None or n > self._ceiling[0]:
+            self._shortage = self._ceiling = None
+
+    @property
+    def ceiling(self) -> float:
+        """How many sessions to have at most: as many as the platform launched when it refused one last.
+
+        After ``cml.quota-retry``, it is one more. Infinite if the platform has not refused any since.
+        """
+        if self._ceiling is None:
+            return math.inf
+        granted, since = self._ceiling
+        return granted + 1 if time.monotonic() - since > self._quota_pause else granted
+
+    def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
+        """Return how many of `n` sessions to ask for: no more than :attr:`ceiling`.
+
+        If sessions have been queued for longer than ``cml.quota-retry``, ask for no more than exist.
+
+        Parameters
+        ----------
+        n : int
+            Number of sessions to launch.
+        wanted : int
+            Number of sessions that are wanted already.
+        waits : collection of float
+            How long queued sessions have waited, in seconds.
+        """
+        if any(waited > self._quota_pause for waited in waits):
+            n = min(n, wanted)
+        self._is_short = self._ceiling is not None and n > self._ceiling[0]
+        return int(min(n, self.ceiling))
+
+
+def said_by_workers(cluster: Any) -> dict[str, Mapping[str, Any]]:
+    """Return what the connected Dask workers say of themselves, see :mod:`dask_cml.worker.process`."""
+    infos = [*cluster.scheduler_info["workers"].values()]
+    return {str(info["name"]): info.get("cml") or {} for info in infos}
 
 
 def connected_names(cluster: Any) -> set[str]:
     """Return the names of all Dask workers that are connected to a cluster's scheduler."""
     return {str(info["name"]) for info in [*cluster.scheduler_info["workers"].values()]}
-
-
-def said_by(worker: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a Dask worker says of itself, see :mod:`dask_cml.worker.process`."""
-    return worker.get("cml") or {}
 
 
 class Workers:
@@ -63,9 +258,8 @@ class Workers:
         self._backoffs = defaultdict[str, Backoff](lambda: Backoff(limit, pause))
         #: How long the last sessions of each group took from their launch until they connected, in seconds.
         self._starts: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_STARTS))
-        #: The tasks that launch, with the names of workers, and those that stop, with the ids of sessions.
-        self._launching: dict[asyncio.Task[None], set[str]] = {}
-        self._stopping: dict[asyncio.Task[None], set[str]] = {}
+        #: The tasks that "launch" or "retire" workers, with their names, and that "stop" sessions, with ids.
+        self._under_way = defaultdict[str, dict[asyncio.Task[None], set[str]]](dict)
 
     # -- which exist
 
@@ -103,6 +297,21 @@ class Workers:
         return [worker for worker in self.wanted(group) if worker.phase is Phase.QUEUED]
 
     @property
+    def sessions(self) -> list[Session]:
+        """The sessions that this process launches and stops, the scheduler's first."""
+        return [session for process in self.launched if (session := process.session) is not None]
+
+    def known(self, group: str) -> list[str]:
+        """Return the names of a group's sessions, wanted or not, whichever process launches them."""
+        return [session.name for session in self._cluster.sessions if session.group == group]
+
+    def waits(self, sessions: Iterable[Session], group: str | None = None) -> list[float]:
+        """Return for how long those of these sessions that are wanted and queued have waited, in seconds."""
+        absent = {*self._cluster.groups.workers(group)} - self.arrived(group)
+        waits = [session.waits_for for session in sessions if session.name in absent]
+        return [seconds for seconds in waits if seconds is not None]
+
+    @property
     def unused(self) -> dict[str, str]:
         """The sessions without a process, such as the engines of refused launches, and their names."""
         used = {process.session_id for process in self.launched}
@@ -110,7 +319,7 @@ class Workers:
         # A session that was just launched has no worker yet.
         return {id: name for id, name in live if id not in used and name not in launching}
 
-    def drop(self, names: Iterable[str]) -> None:
+    def unwant(self, names: Iterable[str]) -> None:
         """Want fewer workers, without these names of sessions or Dask workers."""
         sessions = {name: worker.name for worker in self.workers() for name in worker.dask_names}
         self._cluster.groups.drop(sessions.get(name, name) for name in names)
@@ -130,21 +339,27 @@ class Workers:
         """Forget the failures of a group, because a user has changed it."""
         self._backoffs.pop(group, None)
 
-    def take_over(
-        self, failures: Mapping[str, int], gave_up: Mapping[str, str], start_times: Mapping[str, float]
-    ) -> None:
+    def take_over(self, last: Any) -> None:
         """Begin with what the last keeper has reported, instead of what this process knew before."""
         self._backoffs.clear()
-        for group, n in failures.items():
-            self.backoff(group).begin_after(n, gave_up.get(group))
+        for group, n in last.failures.items():
+            self.backoff(group).begin_after(n, last.gave_up.get(group))
+        for group, granted in last.ceilings.items():
+            self.backoff(group).begin_with_ceiling(granted, last.shortages.get(group))
         self._starts.clear()
-        for group, seconds in start_times.items():
+        for group, seconds in last.start_times.items():
             self._starts[group].append(seconds)
 
     @property
     def failures(self) -> dict[str, int]:
         """The failures in a row of the groups that have had some."""
         return {group: backoff.failures for group, backoff in self.backoffs.items() if backoff.failures}
+
+    @property
+    def ceilings(self) -> dict[str, int]:
+        """How many sessions of groups the platform had launched when it refused one last."""
+        backoffs = self.backoffs.items()
+        return {group: backoff.refused_at for group, backoff in backoffs if backoff.refused_at is not None}
 
     @property
     def problem(self) -> str | None:
@@ -182,13 +397,13 @@ class Workers:
 
     def affordable(self, n: int, group: str) -> int:
         """Return how many of `n` workers of a group to ask for, by the site's limits and what was refused."""
-        groups, backoff = self._cluster.groups, self.backoff(group)
+        groups, sessions, backoff = self._cluster.groups, self.sessions, self.backoff(group)
         fit, limit = room(groups.options(group).worker, groups.others(group))
         if n > fit and not backoff.is_limited:
             backoff.is_limited = True
             because = f"because {describe(limit)}"
             self._cluster._tell(f"{self._subject(group)} adapts to {int(fit)} of {n} workers, {because}")
-        return backoff.affordable(int(min(n, fit)), len(groups.workers(group)), waits(self._cluster, group))
+        return backoff.affordable(int(min(n, fit)), len(groups.workers(group)), self.waits(sessions, group))
 
     def _subject(self, group: str) -> str:
         """Return a group as the subject of a line for the user."""
@@ -205,7 +420,7 @@ class Workers:
     @property
     def launching(self) -> set[str]:
         """The names of the workers that are being launched."""
-        return set().union(*self._launching.values())
+        return set().union(*self._under_way["launch"].values())
 
     @property
     def ready(self) -> dict[str, list[str]]:
@@ -225,15 +440,13 @@ class Workers:
         With `unasked`, no scheduler says yet whether this process keeps the cluster: it launches one.
         """
         launches = {self._launch_together(group, names[group], unasked): {*names[group]} for group in names}
-        await self._begin(self._launching, launches, timing.launch)
+        await self.run("launch", launches, timing.launch)
 
-    async def _begin(
-        self,
-        under_way: dict[asyncio.Task[None], set[str]],
-        calls: Mapping[Coroutine[Any, Any, None], set[str]],
-        seconds: float,
+    async def run(
+        self, verb: str, calls: Mapping[Coroutine[Any, Any, None], set[str]], seconds: float
     ) -> None:
         """Make calls in tasks, and wait some seconds for them. Look at the sessions when a late one ends."""
+        under_way = self._under_way[verb]
         tasks = {asyncio.create_task(call): names for call, names in calls.items()}
         under_way |= tasks
         for task in tasks:
@@ -243,6 +456,8 @@ class Workers:
         for task in tasks:
             if not task.done():
                 task.add_done_callback(lambda _: self._cluster.woken.set())
+            elif not task.cancelled():
+                task.result()
 
     async def _launch_together(self, group: str, names: Collection[str], unasked: bool) -> None:
         """Launch workers of a group, as many at once as the API allows, and count all failures as one.
@@ -293,15 +508,8 @@ class Workers:
             if gives_up:
                 self.tell_giving_up(group)
 
-    async def launch_one(self, name: str, worker: Any = None) -> None:
+    async def launch_one(self, name: str) -> None:
         """Launch the session of a wanted worker, as its spec says: :meth:`CMLWorker.start` does.
-
-        Parameters
-        ----------
-        name : str
-            Its name in ``worker_spec``.
-        worker : ProcessInterface, optional
-            The worker. Default: a new one.
 
         Raises
         ------
@@ -310,24 +518,26 @@ class Workers:
         """
         if name not in self._cluster.worker_spec:  # a user has scaled down
             return
-        worker = worker or self.make(name)
-        await worker
+        worker = self.make(name)
+        try:
+            await worker
+        except CMLError:
+            if name in self._cluster.worker_spec:
+                raise
+            return
         if name not in self._cluster.workers:  # else its session was found meanwhile
-            await self.enter(name, worker)
+            self._cluster.workers[name] = worker
+            if isinstance(worker, CMLProcess):  # a subclass may use any class
+                await self._cluster.sharing.keeper.journal.enter(worker)
             self._cluster.sharing.keeper.event("launched", name)
 
-    def make(self, name: str, spec: Mapping[str, Any] | None = None) -> Any:
+    def make(self, name: str) -> Any:
         """Return a worker that is not launched yet. A subclass may use any class.
 
-        Parameters
-        ----------
-        name : str
-            Its name.
-        spec : mapping, optional
-            Its spec, in the form of SpecCluster. Default: by ``worker_spec``.
+        If it is not wanted, its spec is that of the default group.
         """
         self._cluster.groups.given([name])
-        spec = spec or self._cluster.worker_spec[name]
+        spec = self._cluster.worker_spec.get(name) or self._cluster.groups.spec(DEFAULT_GROUP)
         scheduler = self._cluster.scheduler
         cls, arguments = class_of(spec), {"name": name, **spec.get("options", {})}
         if isinstance(cls, type) and issubclass(cls, CMLWorker):
@@ -335,25 +545,24 @@ class Workers:
             arguments |= {**of_cluster, "worker_group": spec.get("worker_group", DEFAULT_GROUP)}
         return cls(None if scheduler is None else scheduler.address, **arguments)
 
-    async def enter(self, name: str, worker: Any) -> None:
-        """Enter a launched worker into the cluster."""
-        self._cluster.workers[name] = worker
-        self._cluster._created.add(worker)
-        worker._cluster = ref(self._cluster)  # as SpecCluster does
-        if isinstance(worker, CMLProcess):  # a subclass may use any class
-            await self._cluster.sharing.keeper.journal.enter(worker)
-
     # -- adopt
 
-    async def find_sessions(self) -> None:
-        """Let every wanted worker be the session that took its name, also if its launch was not answered."""
-        connected = await self.take_connected()
-        for session, name in self.unused.items():
-            if name not in connected:
-                await self.claim(session, name)
+    async def find_unused(self) -> set[str]:
+        """Let every wanted worker be the session that took its name, also if its launch was not answered.
 
-    async def claim(self, session: str, name: str, launch: Launch | None = None) -> bool:
-        """Let a wanted worker be the session that took its name, or that the record names. Else: False."""
+        Return the sessions that are no worker's.
+        """
+        connected, unknown = self.take_connected(), set()
+        for session, name in self.unused.items():
+            if name not in connected and await self.claim(session, name) is None:
+                unknown.add(session)
+        return self.unused.keys() - unknown
+
+    async def claim(self, session: str, name: str, launch: Launch | None = None) -> bool | None:
+        """Let a wanted worker be the session that took its name, or that the record names.
+
+        Return whether it is that now. None: nobody can read which session took the name.
+        """
         known = self._cluster.workers.get(name)
         if name not in self._cluster.worker_spec:
             return False
@@ -361,25 +570,22 @@ class Workers:
             return False
         started = await worker.read_started()
         if started != session and (started or known or launch is None):
-            return False
-        await self.adopt(worker, session, launch)
+            return None if started is None else False
+        self.adopt(session, name, launch)
         return True
 
-    async def take_connected(self) -> set[str]:
+    def take_connected(self) -> set[str]:
         """Let every wanted worker be the session in which its Dask worker runs. Return their names.
 
         If the answer to a launch is lost, the launch is repeated. The first session may take the name, and
         the worker be that of the second answer.
         """
-        said = [said_by(info) for info in [*self._cluster.scheduler_info["workers"].values()]]
+        said = said_by_workers(self._cluster).values()
         sessions = {about.get("name"): str(about.get("session") or "") for about in said}
         taken = {name for name, session in sessions.items() if name and is_session_id(session)}
-        for name in taken & self._cluster.worker_spec.keys():
-            worker = self._cluster.workers.get(name)
-            if worker is None and name in self._cluster.worker_spec.keys() - self.launching:
-                worker = self.make(name)
-            if isinstance(worker, CMLWorker) and worker.session_id != sessions[name]:
-                await self.adopt(worker, sessions[name])
+        unanswered = self.launching - self._cluster.workers.keys()
+        for name in (taken & self._cluster.worker_spec.keys()) - unanswered:
+            self.adopt(sessions[name], name)
         return taken
 
     async def take_started(self, workers: Iterable[CMLWorker], listing: Mapping[str, SessionInfo]) -> None:
@@ -388,23 +594,22 @@ class Workers:
             if worker.has_ended and not worker.seen:
                 session = await worker.read_started() or ""
                 if session in listing and not has_ended(listing[session]):
-                    await self.adopt(worker, session)
+                    self.adopt(session, worker.name)
 
-    async def adopt(self, worker: Any, session: str, launch: Launch | None = None) -> None:
-        """Let a wanted worker be a session that was launched before."""
-        if self._cluster.workers.get(worker.name, worker) is worker and isinstance(worker, CMLWorker):
-            logger.info("Session %s used as %s", session, worker.name)
-            worker.adopt(session, launch)
-            await self.enter(worker.name, worker)
+    def adopt(self, session: str, name: str, launch: Launch | None = None, waits: bool = False) -> None:
+        """Let a worker be a session that was launched before, see :meth:`CMLProcess.adopt`.
 
-    def adopt_unwanted(self, session: str, name: str, group: str, launch: Launch | None) -> None:
-        """Let the next step retire a worker that nobody wants, and then stop its session."""
-        # Its options are unknown.
-        worker: CMLWorker = self.make(name, self._cluster.groups.spec(DEFAULT_GROUP))
-        infos = [*self._cluster.scheduler_info["workers"].values()]
-        worker.dask_names = [str(info["name"]) for info in infos if said_by(info).get("session") == session]
-        worker.group = group
-        worker.adopt(session, launch)
+        If nobody wants it, the next step retires it, and then stops its session.
+        """
+        worker = self._cluster.workers.get(name) or self.make(name)
+        if not isinstance(worker, CMLWorker) or worker.session_id == session:
+            return
+        logger.info("Session %s used as %s", session, name)
+        if name not in self._cluster.worker_spec:  # its options are unknown
+            said = said_by_workers(self._cluster)
+            worker.dask_names = [name for name, about in said.items() if about.get("session") == session]
+            worker.group = launch.worker_group(self._cluster.options.name) if launch else DEFAULT_GROUP
+        worker.adopt(session, launch, waits=waits)
         self._cluster.workers[name] = worker
 
     # -- stop
@@ -412,12 +617,12 @@ class Workers:
     @property
     def stopping(self) -> set[str]:
         """The sessions that are being stopped."""
-        return set().union(*self._stopping.values())
+        return set().union(*self._under_way["stop"].values())
 
     async def stop(self, ids: Collection[str]) -> None:
         """Stop sessions in a task. Wait some seconds for it."""
         if new := {*ids} - self.stopping:
-            await self._begin(self._stopping, {self._stop(new): new}, timing.stop)
+            await self.run("stop", {self._stop(new): new}, timing.stop)
 
     async def _stop(self, ids: Collection[str]) -> None:
         try:
@@ -438,16 +643,34 @@ class Workers:
         others = [name for name, worker in workers.items() if not isinstance(worker, CMLWorker)]
         await asyncio.gather(*[close(name) for name in others if name not in kept])
 
+    async def unregister(self, names: Collection[str]) -> None:
+        """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            If the scheduler does not answer.
+        """
+        for address, info in [*self._cluster.scheduler_info["workers"].items()]:
+            if str(info["name"]) in names:
+                stimulus = f"cml-drop-{time.time()}"
+                await self._cluster._ask_scheduler("unregister", address=address, stimulus_id=stimulus)
+
     # -- the end
 
     async def stop_launching(self, patience: float = 0.0) -> None:
         """Wait for launches some seconds at most. A session that is launched later is stopped by its id."""
-        if self._launching and patience:
-            await asyncio.wait({*self._launching}, timeout=patience)
-        await cancel(*self._launching)
+        if patience and (launches := self._under_way["launch"].keys()):
+            await asyncio.wait(launches, timeout=patience)
+        await self.cancel("launch")
+
+    async def cancel(self, verb: str) -> None:
+        """Wait no more for what is under way."""
+        await cancel(*self._under_way[verb])
 
     async def close(self) -> None:
-        """Wait for no launch and no stop any more."""
-        await self.stop_launching()
-        await self.take_connected()  # other processes are to find the sessions of the workers
-        await cancel(*self._stopping)
+        """Wait for no launch, no stop and no retirement any more."""
+        await self.cancel("launch")
+        self.take_connected()  # other processes are to find the sessions of the workers
+        await self.cancel("stop")
+        await self.cancel("retire")

@@ -7,6 +7,7 @@ origin can open WebSockets and post forms. Such requests have it as their Origin
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -34,6 +35,18 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
+class _Listener(socket.socket):
+    """Lets connections wait while this process has no file descriptor for them."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise BlockingIOError from error  # any other error Tornado logs, thousands of times a second
+            raise
+
+
 def local_socket(port: int) -> socket.socket:
     """Listen at a port of 127.0.0.1; 0: any free port.
 
@@ -42,7 +55,7 @@ def local_socket(port: int) -> socket.socket:
     OSError
         If the port is in use.
     """
-    listener = socket.create_server(("127.0.0.1", port), backlog=512)
+    listener = _Listener(fileno=socket.create_server(("127.0.0.1", port), backlog=512).detach())
     listener.setblocking(False)
     return listener
 
@@ -159,11 +172,11 @@ class HostGuard:
         domain = os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
         #: Hosts of this session's own pages.
-        self._pages = {
+        self.pages = [
             host
             for variable, host in served_hosts().items()
             if port is None or os.environ.get(variable) == str(port)
-        }
+        ]
 
     def why_refused(self, request: HTTPServerRequest, any_origin: bool = False) -> str | None:
         """Return why a request must be refused, for its client. Return None if it may be answered.
@@ -202,7 +215,7 @@ class HostGuard:
         if default is None or name is None:
             return False
         host_name, host_port, _ = _split(f"//{host}")
-        return name in self._pages or (name, port or default) == (host_name, host_port or default)
+        return name in self.pages or (name, port or default) == (host_name, host_port or default)
 
 
 def _split(url: str) -> tuple[str | None, int | None, str]:

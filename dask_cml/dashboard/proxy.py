@@ -25,8 +25,7 @@ from tornado.web import RequestHandler
 from dask_cml.cancellation import first_of, within
 from dask_cml.dashboard.http_server import HostGuard, LocalApplication, LocalServer, local_socket
 from dask_cml.output import get_logger
-from dask_cml.protocol import FORWARD
-from dask_cml.rpc import call
+from dask_cml.protocol import FORWARD, call
 
 logger = get_logger(__name__)
 

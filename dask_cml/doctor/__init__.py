@@ -46,7 +46,6 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "dashboard": environment.dashboard,
         "pyarrow": functools.partial(environment.pyarrow, timeout / 2),
         "sidebar": environment.sidebar,
-        "time-outs": environment.time_outs,
         # Schedulers get a third of the time to respond, and workers get another third.
         "clusters": functools.partial(clusters.versions, names, timeout / 3),
     }

@@ -22,8 +22,8 @@ from dask_cml import options
 from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
-from dask_cml.sessions import answers, mesh
-from dask_cml.sessions.here import load_platform, origin, session_limits, this_session
+from dask_cml.sessions import calls, here
+from dask_cml.sessions.here import load_platform, origin, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
@@ -44,7 +44,6 @@ _OF_THE_IMAGE = (
 )
 
 _SERVER_EXTENSIONS = ("dask_labextension", "dask_cml.jupyter")
-_TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_SECONDS", 300)
 
 State = Literal["ok", "warning", "wrong"]
 
@@ -105,11 +104,11 @@ def platform() -> Finding:
         return Finding("wrong", f"{words}, because it is not the runtime's Python.", command)
     file = f"{module.__name__} is {origin(module.__file__)}."
     try:
-        listed = answers.listed(module.list_workers())
+        listed = calls.listed(module.list_workers())
     except Exception as error:  # of the platform's library
-        words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _MOST_CHARACTERS)
+        words = textwrap.shorten(f"list_workers() fails: {calls.in_words(error)}", _MOST_CHARACTERS)
         return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
-    live = sum(not answers.has_ended(session) for session in listed)
+    live = sum(not calls.has_ended(session) for session in listed)
     words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
     return Finding("ok", f"{words} {file}")
 
@@ -123,13 +122,13 @@ def network() -> Finding:
     """Check that no service mesh may keep Dask from connecting sessions."""
     if not launches_sessions():
         return Finding("ok", "Clusters on this machine use its loopback only.")
-    if not mesh.has_sidecar():
+    if not here.has_sidecar():
         return Finding("ok", "No Istio sidecar runs in this session.")
     words = (
-        f"{mesh.EFFECT} No cluster starts then. An administrator can see the mode by "
-        f"`{mesh.SHOW_MODE}`, and let Dask pass by this command."
+        f"{here.MESH_EFFECT} No cluster starts then. An administrator can see the mode by "
+        f"`{here.SHOW_MESH}`, and let Dask pass by this command."
     )
-    return Finding("warning", words, mesh.PERMIT)
+    return Finding("warning", words, here.PERMIT_MESH)
 
 
 def configuration() -> Finding:
@@ -268,7 +267,7 @@ def pyarrow(timeout: float) -> Finding:
         Time limit of the import, in seconds.
     """
     if version("pyarrow") is None:
-        return Finding("ok", "pyarrow is not installed.")
+        return Finding("ok", "Not installed. Only dask.dataframe needs it.")
     code, output = [sys.executable, "-c", "import pyarrow"], subprocess.PIPE
     try:
         subprocess.run(code, stdout=output, stderr=subprocess.STDOUT, timeout=timeout, check=True)
@@ -287,7 +286,7 @@ def pyarrow(timeout: float) -> Finding:
 def sidebar() -> Finding:
     """Check that JupyterLab's Dask sidebar is installed and enabled."""
     if version("jupyterlab") is None:
-        return Finding("ok", "JupyterLab is not installed, so no sidebar is needed.")
+        return Finding("ok", "Only JupyterLab shows it, and JupyterLab is not installed.")
     if missing := unmet("dask-cml", "jupyter"):
         words = f"{'; '.join(missing.values())}. JupyterLab shows no Dask sidebar without these packages."
         return Finding("warning", words, pip_install(*missing))
@@ -314,19 +313,3 @@ def _enable(extensions: Sequence[str], directory: str) -> str:
         f'Manager(config_dir="{directory}").update("jupyter_server_config", {settings})'
     ).replace("'", '"')
     return shlex.join([sys.executable, "-c", code])
-
-
-def time_outs() -> Finding:
-    """Report when CML and JupyterLab end this session. With it, its worker sessions end."""
-    if not launches_sessions():
-        return Finding("ok", "Only sessions of CML end when they are idle.")
-    sentences = [f"{limits}."] if (limits := session_limits()) else []
-    if version("jupyterlab") is not None:
-        values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
-        sentences.append(
-            f"JupyterLab shuts down kernels, and then the session with its workers, after "
-            f"{' and '.join(values)} seconds. Set both as environment variables of the project."
-        )
-    if not sentences:
-        return Finding("ok", "CML sets no limit to this session that is known here.")
-    return Finding("warning", " ".join(sentences))

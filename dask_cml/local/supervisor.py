@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -124,9 +125,8 @@ class Supervisor:
         """Tell the main process that the session ends, and let it take its time."""
         if self.child:
             self.child.terminate()
-            deadline = time.monotonic() + self.stop_grace
-            while self.child.poll() is None and time.monotonic() < deadline:
-                time.sleep(_INTERVAL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(self.stop_grace)
 
     def clean_up(self) -> None:
         """Kill all processes of the session."""

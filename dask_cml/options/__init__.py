@@ -1,27 +1,35 @@
-"""The options of a cluster: read from arguments and Dask's configuration, and checked before any launch."""
+"""The options of a cluster: read from arguments and Dask's configuration, and checked before any launch.
+
+The limits of a site, ``cml.limits``, are guard rails against costly mistakes, and no walls: each process
+reads them from its own configuration, so users can raise them. CML's quotas are walls.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, make_dataclass, replace
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dask_cml.checks import gibibytes, integer, memory_reserve, message, positive
-from dask_cml.inheritance import program_folder
-from dask_cml.layout import PROGRAM_FOLDER
-from dask_cml.options.configuration import check_keys, inherited
+from dask_cml.checks import gibibytes, integer, memory_reserve, message, nearest, positive
+from dask_cml.layout import PROGRAM_FOLDER, program_folder
+from dask_cml.options.configuration import check_keys, inherited, origin
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
-from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, MOST_SESSIONS, OPTIONS
-
-if TYPE_CHECKING:
-    from distributed.security import Security
+from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, METHODS, MOST_SESSIONS, NEEDLESS, OPTIONS
 
 #: What a user asks for: a number of sessions, their total memory, and their total number of threads.
 Amounts = tuple[float | None, float | str | None, float | None]
+
+
+_SECTION = "limits."
+#: What a limit of a cluster's size limits: an amount of each session, or the number of sessions.
+_AMOUNTS = {"sessions": None, "cpu": "cpu", "memory": "memory", "gpu": "nvidia_gpu"}
+#: Amounts such as 0.3 / 0.1 are a little less than whole numbers.
+_TOLERANCE = 1e-9
 
 
 def exact(number: float) -> str:
@@ -44,46 +52,12 @@ class SessionSize:
     nvidia_gpu: int = 0
 
 
-@dataclass(frozen=True, repr=False)
-class Options:
+class Options(make_dataclass("Arguments", ARGUMENTS, frozen=True)):  # type: ignore[misc]
     """A cluster's options, checked. Times are in seconds, memory is in GiB.
 
-    They are the arguments of ``CMLCluster``, as the code uses them. :mod:`dask_cml.options.table` contains
-    everything else about them.
+    They are the arguments of ``CMLCluster``, as the code uses them, an attribute for each.
+    :mod:`dask_cml.options.table` contains everything else about them.
     """
-
-    n_workers: int
-    cpu: float
-    memory: float
-    nvidia_gpu: int
-    nthreads: int
-    processes: int
-    resources: Mapping[str, float]
-    memory_reserve: float
-    scratch: float
-    worker_command: tuple[str, ...]
-    worker_class: str | None
-    worker_args: tuple[str, ...]
-    launch_options: Mapping[str, Any]
-    worker_groups: Mapping[str, Mapping[str, Any]]
-    scheduler_cpu: float
-    scheduler_memory: float
-    scheduler_nvidia_gpu: int
-    scheduler_args: tuple[str, ...]
-    scheduler_launch_options: Mapping[str, Any]
-    env: Mapping[str, str]
-    log_directory: str | None
-    name: str
-    create_mode: str
-    security: bool | Security
-    pending_timeout: float
-    scheduler_timeout: float
-    worker_timeout: float
-    idle_timeout: float | None
-    orphan_timeout: float | None
-    shutdown_on_close: bool
-    forward_dashboard: bool
-    platform: str
 
     def __repr__(self) -> str:
         names = [name for name, argument in ARGUMENTS.items() if not argument.is_secret]
@@ -157,7 +131,8 @@ class Options:
             try:
                 groups[name] = self.of_group(given)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"in worker_groups[{name!r}]: {error}") from None
+                where = f"invalid worker_groups[{name!r}]."
+                raise type(error)(str(error).replace("invalid ", where, 1)) from None
         return groups
 
     def of_group(self, given: Mapping[str, Any]) -> Options:
@@ -175,10 +150,11 @@ class Options:
             If an option is invalid.
         """
         if unknown := [name for name in given if name not in GROUP_OPTIONS]:
-            expected = f"one of {', '.join(GROUP_OPTIONS)}"
-            raise ValueError(f"invalid option {unknown[0]} of a worker group: expected {expected}")
-        # The reserved memory is a user's number, not the one that follows from the memory.
-        has_own_reserve = self.memory_reserve != memory_reserve("memory_reserve", None, self.memory)
+            raise ValueError(f"invalid {unknown[0]}: expected {_instead(unknown[0], GROUP_OPTIONS)}")
+        # The reserved memory is a user's number, not the one that follows from the memory. With that one, the
+        # memory may not suffice for the cluster's processes.
+        default = memory_reserve("memory_reserve", None, self.memory, processes=1)
+        has_own_reserve = self.memory_reserve != default
         values = {**vars(self), "n_workers": 0}
         for name in _CHECKED:
             argument = ARGUMENTS[name]
@@ -225,12 +201,12 @@ class Options:
         recorded = {name: getattr(self, name) for name in names}
         return json.loads(json.dumps(recorded))
 
-    def sessions_for(self, n: int, memory: float | str | None = None, cores: float | None = None) -> int:
+    def sessions_for(self, n: Any, memory: Any = None, cores: Any = None) -> int:
         """Return the number of sessions that is at least `n`, with at least this memory and these threads.
 
         Parameters
         ----------
-        n : int
+        n : int or None
             Number of worker sessions.
         memory : float or str, optional
             Total memory of the sessions, in GiB or as a string such as ``"100 GiB"``.
@@ -242,6 +218,8 @@ class Options:
         TypeError, ValueError
             If an argument is invalid.
         """
+        if n is None and memory is None and cores is None:
+            raise TypeError(message("n", n, "a number of worker sessions, or else memory or cores"))
         return math.ceil(max(self._sessions((n, memory, cores))))
 
     def bounds(self, minimum: Amounts, maximum: Amounts) -> tuple[int, float]:
@@ -288,3 +266,200 @@ class Options:
 _CHECKED = (
     *TopologicalSorter({name: argument.needs for name, argument in ARGUMENTS.items()}).static_order(),
 )
+
+
+def unexpected_argument(function: str, name: str, arguments: Sequence[str]) -> str:
+    """Return the message of the TypeError for an unknown argument.
+
+    Parameters
+    ----------
+    function : str
+        The name of the function or class.
+    name : str
+        The unknown argument.
+    arguments : sequence of str
+        The arguments of the function.
+
+    Examples
+    --------
+    >>> unexpected_argument("CMLCluster", "memory_limit", ["cpu", "memory"])
+    "CMLCluster() got an unexpected keyword argument 'memory_limit': expected memory"
+    """
+    return f"{function}() got an unexpected keyword argument {name!r}: expected {_instead(name, arguments)}"
+
+
+def _instead(name: str, arguments: Sequence[str]) -> str:
+    """Return what is expected instead of an unknown argument."""
+    elsewhere = {argument.name: argument.elsewhere for argument in ARGUMENTS.values()}
+    n = ["n", "n_workers", *elsewhere["n_workers"]]
+    elsewhere |= {"n": n} | {argument: [*names, *n] for argument, names in METHODS.items()}
+    here = [argument for argument in arguments if name in elsewhere.get(argument, ())]
+    if name in NEEDLESS:
+        here = [f"none, because {NEEDLESS[name]}"]
+    configured = [key for key, option in OPTIONS.items() if option.name == name and not option.is_argument]
+    here += [f"cml.{key} in Dask's configuration" for key in configured]
+    return " or ".join(here) or nearest(name, arguments)
+
+
+def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: Iterable[str] = ()) -> None:
+    """Refuse keyword arguments that a function or class does not have.
+
+    Parameters
+    ----------
+    function : callable
+        The function or class, which collects unknown arguments.
+    given : iterable of str
+        The arguments that it collected.
+    more : iterable of str
+        Further arguments that it accepts.
+
+    Raises
+    ------
+    TypeError
+        If an argument is unexpected.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    known = [parameter.name for parameter in named if parameter.name != "self"]
+    known += sorted({*more} - {*known})
+    for name in given:
+        if name not in known:
+            called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+            raise TypeError(unexpected_argument(called, name, known))
+
+
+def set_attribute(cluster: Any, name: str, value: Any) -> None:
+    """Set an attribute of a cluster, but no option: this would change no session of a running cluster."""
+    # A subclass of a user may have attributes of these names.
+    is_ours = type(cluster).__module__ == "dask_cml.cluster"
+    if is_ours and name in GROUP_OPTIONS and hasattr(cluster, "status") and not hasattr(cluster, name):
+        raise AttributeError(f"cannot set {name} of a running cluster: add a worker group with another one")
+    object.__setattr__(cluster, name, value)
+
+
+def arguments_of(cls: type) -> set[str]:
+    """Return the arguments of a class and of its base classes, to which it may pass them on."""
+    found = set()
+    for base in cls.__mro__[:-1]:
+        if "__init__" in vars(base):
+            for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    found.add(parameter.name)
+    return found - {"self"}
+
+
+#: Sizes of sessions, each with the number of sessions.
+Sessions = Sequence[tuple[SessionSize, int]]
+
+
+def limits() -> dict[str, float]:
+    """Return the limits that are set, by name.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a limit is invalid. The message contains its origin.
+    """
+    found = {key.removeprefix(_SECTION): setting(key) for key in OPTIONS if key.startswith(_SECTION)}
+    return {name: limit for name, limit in found.items() if limit is not None}
+
+
+def describe(name: str) -> str:
+    """Return a limit as a clause: its key, its value and its origin."""
+    key = f"cml.{_SECTION}{name}"
+    return f"{key} is {exact(limits()[name])}, in {origin(key)}"
+
+
+def room(size: SessionSize, others: Sessions) -> tuple[float, str]:
+    """Return how many sessions of a size fit into the limits together with others, and the name of the limit.
+
+    Parameters
+    ----------
+    size : SessionSize
+        The size of each session.
+    others : sequence
+        All other sessions of the cluster.
+
+    Returns
+    -------
+    tuple
+        An infinite number and no name without a limit.
+    """
+    found: tuple[float, str] = (math.inf, "")
+    for name, limit in limits().items():
+        if name in _AMOUNTS and (amount := _amount(name, size)):
+            left = limit - sum(n * _amount(name, other) for other, n in others)
+            found = min(found, (max(0, math.floor(left / amount + _TOLERANCE)), name))
+    return found
+
+
+def _amount(name: str, size: SessionSize) -> float:
+    return getattr(size, attribute) if (attribute := _AMOUNTS[name]) else 1
+
+
+def check_room(argument: str, n: int, size: SessionSize, others: Sessions) -> None:
+    """Refuse more sessions than fit into the limits.
+
+    Parameters
+    ----------
+    argument : str
+        The name of the argument that asks for them.
+    n : int
+        Number of sessions.
+    size, others
+        As in :func:`room`.
+
+    Raises
+    ------
+    ValueError
+        If the sessions do not fit. The message contains the limit and its origin.
+    """
+    fit, name = room(size, others)
+    if n > fit:
+        raise ValueError(message(argument, n, f"at most {fit}, because {describe(name)}"))
+
+
+def check_new(options: Options) -> None:
+    """Refuse a new cluster that exceeds the limits: its scheduler, with the first workers of all groups.
+
+    Raises
+    ------
+    ValueError
+        As in :func:`check_room`.
+    """
+    fit, name = room(options.scheduler, ())
+    if not fit:
+        argument = f"scheduler_{_AMOUNTS[name]}"
+        raise ValueError(message(argument, getattr(options, argument), f"less, because {describe(name)}"))
+    sessions = [(options.scheduler, 1)]
+    for group, of_group in {"": options, **options.groups()}.items():
+        where = f"worker_groups[{group!r}]." if group else ""
+        check_room(f"{where}n_workers", of_group.n_workers, of_group.worker, sessions)
+        sessions.append((of_group.worker, of_group.n_workers))
+
+
+def adaptive_bounds(
+    options: Options, minimum: Amounts, maximum: Amounts, others: Sessions
+) -> tuple[int, float]:
+    """Return the bounds of a group's adaptive scaling. Without a maximum, take the limit of the site.
+
+    Parameters
+    ----------
+    options : Options
+        The options of the group.
+    minimum, maximum : tuple
+        As in :meth:`Options.bounds`.
+    others : sequence
+        All other sessions of the cluster, the scheduler first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a bound is invalid, or the minimum exceeds a limit.
+    """
+    least, most = options.bounds(minimum, maximum)
+    check_room("minimum", least, options.worker, others)
+    if math.isinf(most):
+        # At least one, so that adaptive scaling logs the limit if no session fits.
+        most = max(1, room(options.worker, others[:1])[0])
+    return least, most

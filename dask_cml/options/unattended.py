@@ -67,8 +67,8 @@ def typed(texts: Mapping[str, Any]) -> dict[str, Any]:
     Parameters
     ----------
     texts : mapping
-        By the name of the option: a text, a boolean, or for a mapping its texts ``NAME=VALUE``. The values of
-        a mapping are JSON if possible, else text. Those of ``env`` are text.
+        By the name of the option: a text, a boolean, or for a mapping its texts ``NAME=VALUE``, or the lines
+        of a JSON object. The values of a mapping are JSON if possible, else text. Those of ``env`` are text.
 
     Raises
     ------
@@ -83,9 +83,11 @@ def typed(texts: Mapping[str, Any]) -> dict[str, Any]:
                 values[name] = shlex.split(text)
             except ValueError as error:
                 raise ValueError(f"invalid {name}: expected a command line: {error}") from None
+        elif kind == "object" and isinstance(whole := _json_or_text("\n".join(text)), dict):
+            values[name] = whole
         elif kind == "object":
             if any("=" not in pair for pair in text):
-                raise ValueError(f"invalid {name}: expected NAME=VALUE, got text without '='")
+                raise ValueError(f"invalid {name}: expected NAME=VALUE, or a JSON object")
             read = str if name == "env" else _json_or_text
             values[name] = {key: read(value) for key, _, value in (pair.partition("=") for pair in text)}
         else:

@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from dask_cml.errors import NoSuchCluster
-from dask_cml.layout import HISTORY_FOLDER
+from dask_cml.layout import HISTORY_FOLDER, log_folder
 from dask_cml.options import setting, state_directory
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder, open_regular, read_file, report_ignored, write_file
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, usage_of
-from dask_cml.sessions.session_logs import SessionLogs, log_folder
-from dask_cml.timing import timing
+from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.validation import validate
 from dask_cml.words import first_line, printable
 
@@ -40,7 +39,7 @@ _SUFFIX = ".json"
 #: Maximum number of bytes of one log, and of workers whose logs are kept.
 _MOST_OF_A_LOG, _MOST_LOGS = 2**20, 100
 #: The reason if no process has seen the end.
-UNSEEN = "its session ended"
+UNSEEN = "its scheduler's session ended"
 
 
 class _Written(TypedDict):
@@ -96,9 +95,9 @@ class EndedCluster:
         record : Record
             Its record, with its ended sessions.
         why : str
-            Why it ended, if the scheduler has written no reason.
+            Why it ended, if the scheduler has written no reason, or that reason and more.
         """
-        ended = end_of(record)
+        ended, closed = end_of(record), record.scheduler.closed or why
         content = {
             "name": record.name,
             "id": record.id,
@@ -106,7 +105,7 @@ class EndedCluster:
             "session": record.maker.session,
             "created": record.created.timestamp(),
             "ended": ended,
-            "why": first_line(record.scheduler.closed or why),
+            "why": first_line(why if why.startswith(closed) else closed),
             "usage": usage_of(record, ended).to_json(),
             "log_directory": record.options.get("log_directory"),
         }
@@ -174,13 +173,10 @@ def where_logs_are(cluster: EndedCluster) -> str | None:
 
 
 def end_of(record: Record) -> float:
-    """Return now. If the cluster is dead, return the time of its last sign of life."""
-    now = time.time()
+    """Return the time of a cluster's last sign of life, as far as its files say. Blocks."""
     silence = liveness.silence(record)
-    if silence is not None:
-        return now - silence if record.scheduler.closed or silence > timing.silence else now
-    if record.maker.lives():
-        return now
+    if silence is not None or record.maker.lives():
+        return time.time() - (silence or 0.0)
     launches = {**record.launches, **record.ended}.values()
     times = [launch.ended or launch.started or launch.launched for launch in launches]
     return max([record.created.timestamp(), *times])

@@ -1,28 +1,29 @@
-"""Finds out which clusters run, by the answers of their schedulers or by their files, within a time limit."""
+"""Finds out which clusters run, by their files and the platform's list of sessions, within a time limit."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dask_cml.cancellation import cancel
+from dask_cml.errors import CMLError
 from dask_cml.layout import SCHEDULER, scheduler_file, scheduler_number
 from dask_cml.output import get_logger
 from dask_cml.private_files import open_regular
-from dask_cml.protocol import HELLO
+from dask_cml.protocol import Rank
+from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
-from dask_cml.words import format_duration
+from dask_cml.words import command, format_duration
 
 logger = get_logger(__name__)
 
-#: Seconds in which schedulers usually answer. After that, the platform is asked about the others.
-_PROMPT = 1.0
+_POLL_INTERVAL = 0.5
 
 
 class State(enum.Enum):
@@ -111,30 +112,26 @@ def _is_abandoned(record: Record, listing: Mapping[str, SessionInfo]) -> bool:
     schedulers = [launch.id for launch in record.launches.values() if launch.key == SCHEDULER]
     if record.launcher.lives() is not False:
         return False
-    silent = silence(record)
-    spoke_lately = silent is not None and silent < timing.silence
-    return all(id in listing and has_ended(listing[id]) for id in schedulers) and not spoke_lately
+    have_ended = all(id in listing and has_ended(listing[id]) for id in schedulers)
+    return have_ended and not _spoke_lately(silence(record))
+
+
+def _spoke_lately(silent: float | None) -> bool:
+    """Return whether a scheduler has left a sign of life lately, by the result of :func:`silence`."""
+    return silent is not None and silent < timing.silence
 
 
 async def judge(
-    records: Iterable[Record], timeout: float = 5.0, api: WorkersAPI | None = None
+    records: Iterable[Record], timeout: float = 1.5, api: WorkersAPI | None = None
 ) -> dict[str, Finding]:
-    """Find out which clusters are alive, which are dead, and which may be either.
-
-    A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* by proof alone: its
-    scheduler has ended, see :func:`why_ended`, or another program answers at its address. Otherwise it is
-    *unknown*. So is a cluster with a dead scheduler while its creator runs or may run, which shuts it down or
-    replaces the scheduler, unless the scheduler's own session managed it last. The platform lists a session
-    only to its owner.
-
-    A cluster without keys is judged by its files alone: another program may answer at its address.
+    """Find out which clusters are alive, which are dead, and which may be either, see :func:`seen`.
 
     Parameters
     ----------
     records : iterable of Record
         The records of the clusters.
     timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
+        Time limit of each platform to list its sessions, in seconds.
     api : WorkersAPI, optional
         Lists the sessions. Default: a new one for the platform in the record.
 
@@ -144,47 +141,8 @@ async def judge(
         The findings by the names of the clusters.
     """
     records = [*records]
-    looks = {record.name: asyncio.create_task(_look_at(record, timeout)) for record in records}
-    try:
-        if looks:
-            await asyncio.wait(looks.values(), timeout=_PROMPT)
-        doubtful = [record for record in records if not _is_known(looks[record.name])]
-        listing = await listed(doubtful, timeout, api)
-        return {record.name: await _judge(record, looks[record.name], listing) for record in records}
-    finally:
-        await cancel(*looks.values())
-
-
-def _is_known(look: asyncio.Task[Finding]) -> bool:
-    """Return whether a look has found out whether a cluster is alive or dead."""
-    return look.done() and look.result().state is not State.UNKNOWN
-
-
-async def _judge(record: Record, look: asyncio.Task[Finding], listing: Mapping[str, SessionInfo]) -> Finding:
-    """Judge a cluster. Do not wait for a scheduler that has ended by proof: Dask repeats its connection."""
-    if not _is_known(look):
-        ended = await asyncio.to_thread(judge_end, record, listing)
-        if ended is not None:
-            return ended
-    finding = await look
-    if finding.state is not State.UNKNOWN:
-        return finding
-    by_files = await asyncio.to_thread(seen, record, listing)
-    return Finding(State.UNKNOWN, by_files.why or finding.why)
-
-
-def judge_end(record: Record, listing: Mapping[str, SessionInfo]) -> Finding | None:
-    """Judge a cluster whose scheduler has ended. Return None if there is no proof of that. Blocks."""
-    why, scheduler = why_ended(record, listing), record.scheduler
-    if why is None:
-        return None
-    creator_lives = record.launcher.lives()
-    # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
-    if creator_lives and scheduler.manager != WHO:
-        return Finding(State.UNKNOWN, f"{why}, but its creator still runs, process {record.launcher.pid}")
-    if creator_lives is None and scheduler.closed is None and scheduler.session not in listing:
-        return Finding(State.UNKNOWN, f"{why}, but a process of another session may replace its scheduler")
-    return Finding(State.DEAD, why)
+    listing = await listed(records, timeout, api)
+    return await asyncio.to_thread(lambda: {record.name: seen(record, listing) for record in records})
 
 
 async def listed(
@@ -218,7 +176,10 @@ async def listed(
 def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     """Judge a cluster by its files and a list of the platform's sessions, and contact nobody. Blocks.
 
-    Its scheduler is *alive* if it has left a sign of life in the last two minutes, and *dead* by proof alone.
+    A cluster is *dead* by proof alone, see :func:`why_ended`, and *alive* if its scheduler has left a sign of
+    life in the last two minutes. Otherwise it is *unknown*. So is a cluster with a dead scheduler while its
+    creator runs or may run, which shuts it down or replaces the scheduler, unless the scheduler's own session
+    managed it last. The platform lists a session only to its owner.
 
     Parameters
     ----------
@@ -227,32 +188,72 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     listing : mapping of str to SessionInfo
         The result of :func:`listed`.
     """
-    ended = judge_end(record, listing)
-    if ended is not None:
-        return ended
-    address = record.scheduler.address
-    if address is None:
+    scheduler, why = record.scheduler, why_ended(record, listing)
+    if why is not None:
+        creator_lives = record.launcher.lives()
+        # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
+        if creator_lives and scheduler.rank is not Rank.RESIDENT:
+            why += f", but its creator still runs, process {record.launcher.pid}"
+        elif creator_lives is None and scheduler.closed is None and scheduler.session not in listing:
+            why += ", but a process of another session may replace its scheduler"
+        else:
+            return Finding(State.DEAD, why)
+        return Finding(State.UNKNOWN, why)
+    if scheduler.address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet")
     silent = silence(record)
-    if silent is not None and silent < timing.silence:
+    if _spoke_lately(silent):
         return Finding(State.ALIVE)
     lately = "lately" if silent is None else f"for {format_duration(silent)}"
-    return Finding(State.UNKNOWN, f"its scheduler at {address} has left no sign of life {lately}")
+    return Finding(State.UNKNOWN, f"its scheduler at {scheduler.address} has left no sign of life {lately}")
 
 
-async def _look_at(record: Record, timeout: float) -> Finding:
-    address, ended = record.scheduler.address, await asyncio.to_thread(judge_end, record, {})
-    if ended is not None:
-        return ended
-    if address is None or record.security is None:
-        return await asyncio.to_thread(seen, record, {})
-    try:
-        hello = await record.ask_scheduler(HELLO, timeout)
-    except Exception as error:  # of Dask: the program there may speak another protocol
-        logger.debug("Scheduler of cluster %s did not answer: %r", record.name, error)
-        return Finding(State.UNKNOWN, f"its scheduler at {address} does not answer; it may be busy")
-    if not isinstance(hello, dict):
-        return Finding(State.DEAD, f"another program answers at {address}")
-    if hello.get("record") == record.id:
-        return Finding(State.ALIVE)
-    return Finding(State.DEAD, f"another scheduler answers at {address}")
+async def refuse_ended(record: Record, api: WorkersAPI) -> None:
+    """Raise an error if a cluster is dead. Otherwise never return, so that nobody waits for that.
+
+    Raises
+    ------
+    CMLError
+        If it has ended.
+    """
+    name = record.name
+    finding = (await judge([record], api=api))[name]
+    if finding.state is State.DEAD:
+        raise CMLError(
+            f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
+            f"left of it, run {command('delete', name)}"
+        )
+    await asyncio.Event().wait()
+
+
+async def wait_until_running(record: Record) -> Record:
+    """Wait until the scheduler of a cluster that another process creates listens, and return its record.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's record. Its time-outs count.
+
+    Raises
+    ------
+    NoSuchCluster
+        If the cluster is deleted meanwhile.
+    CMLError
+        If its scheduler does not listen in time, or its creator has ended before.
+    """
+    name, delete = record.name, command("delete", record.name)
+    timeout = record.start_timeout
+    deadline = time.monotonic() + timeout
+    while record.scheduler.address is None:
+        finding = await asyncio.to_thread(seen, record, {})
+        if finding.state is State.DEAD:
+            raise CMLError(f"cluster {name!r} has ended: {finding.why}; run {delete}")
+        if time.monotonic() > deadline:
+            raise CMLError(
+                f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: to see why, run "
+                f"{command('logs', name)}; to stop its sessions, run {delete}"
+            )
+        await asyncio.sleep(_POLL_INTERVAL)
+        with contextlib.suppress(store.RecordUnreadable):  # for a moment, perhaps
+            record = await asyncio.to_thread(store.read_again, record)
+    return record

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dask_cml.cancellation import to_the_end
 from dask_cml.errors import ClusterExists, CMLError
+from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.output import get_logger
 from dask_cml.records import history, liveness, store
-from dask_cml.records.entries import end_file
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
-from dask_cml.sessions.answers import CallFailed, NoAnswer
-from dask_cml.sessions.calls import call_within
+from dask_cml.records.store import end_file
+from dask_cml.sessions.calls import CallFailed, NoAnswer, call_within
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_user
-from dask_cml.sessions.session import WAITS_AFTER
-from dask_cml.sessions.session_logs import SessionLogs, log_folder
+from dask_cml.sessions.process import WAITS_AFTER
+from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.words import command
@@ -28,8 +29,9 @@ from dask_cml.words import command
 logger = get_logger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
+#: Seconds for the platform to list its sessions, where a cluster is deleted if one has ended.
+_LONG_LISTING = 5.0
 _AT_ONCE = 8
-_POLL_INTERVAL = 0.5
 
 
 async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -> None:
@@ -47,7 +49,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
     Raises
     ------
     ClusterExists
-        If a cluster with this name exists, and is not known to be dead; see :func:`liveness.judge`.
+        If a cluster with this name exists, and is not known to be dead; see :func:`liveness.seen`.
     CMLError
         If the sessions of a dead cluster could not be stopped.
     asyncio.CancelledError
@@ -57,48 +59,15 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
         await to_the_end(store.claim, record, board)  # then it can be removed
         return
     except ClusterExists:
-        old = await asyncio.to_thread(store.find, record.name, record.folder.parent)
+        old = await asyncio.to_thread(store.find, record.name)
         if old is None:
             raise
-        finding = (await liveness.judge([old], api=api))[old.name]
+        finding = (await liveness.judge([old], timeout=_LONG_LISTING, api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
     if (error := (await end_all([old], findings={old.name: finding}))[old.name]) is not None:
         raise error
     await to_the_end(store.claim, record, board)
-
-
-async def wait_until_running(record: Record) -> Record:
-    """Wait until the scheduler of a cluster that another process creates listens, and return its record.
-
-    Parameters
-    ----------
-    record : Record
-        The cluster's record. Its time-outs count.
-
-    Raises
-    ------
-    NoSuchCluster
-        If the cluster is deleted meanwhile.
-    CMLError
-        If its scheduler does not listen in time, or its creator has ended before.
-    """
-    name, delete = record.name, command("delete", record.name)
-    timeout = record.start_timeout
-    deadline = time.monotonic() + timeout
-    while record.scheduler.address is None:
-        finding = await asyncio.to_thread(liveness.seen, record, {})
-        if finding.state is State.DEAD:
-            raise CMLError(f"cluster {name!r} has ended: {finding.why}; run {delete}")
-        if time.monotonic() > deadline:
-            raise CMLError(
-                f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: to see why, run "
-                f"{command('logs', name)}; to stop its sessions, run {delete}"
-            )
-        await asyncio.sleep(_POLL_INTERVAL)
-        with contextlib.suppress(store.RecordUnreadable):  # for a moment, perhaps
-            record = await asyncio.to_thread(store.read_again, record)
-    return record
 
 
 async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -120,10 +89,8 @@ async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:
         "starting", "not answering" or "stale"; see :func:`liveness.seen`.
     """
     records = [*records]
-    listing = await liveness.listed(records)
-    return await asyncio.to_thread(
-        lambda: [description(record, liveness.seen(record, listing)) for record in records]
-    )
+    findings = await liveness.judge(records)
+    return [description(record, findings[record.name]) for record in records]
 
 
 def description(record: Record, finding: Finding) -> dict[str, Any]:
@@ -144,7 +111,7 @@ def description(record: Record, finding: Finding) -> dict[str, Any]:
         "problem": present.problem if alive else finding.why,
         **(numbers if alive else dict.fromkeys(numbers)),
         "adapts": record.bounds,
-        "manager": record.scheduler.manager if alive else None,
+        "manager": record.manager if alive else None,
         "by": record.maker.user,
         "age": record.age,
         "ends": record.ends,
@@ -157,15 +124,22 @@ def description(record: Record, finding: Finding) -> dict[str, Any]:
 
 def worker_groups(record: Record) -> list[dict[str, Any]]:
     """Describe the worker groups of a cluster by its record, as ``CMLCluster.worker_groups`` does."""
-    described = []
+    described, report, connected = [], record.scheduler.report, record.scheduler.workers.sessions
+    # Until a keeper reports its sessions, if one ever does, all are wanted.
+    launched = {launch.key: launch.worker_group(record.name) for launch in record.launches.values()}
+    groups = report["wanted"] if report.get("sessions") else launched
+    arrived = Counter(groups[session] for session in connected if session in groups)
+    waiting = Counter(launched[launch.key] for launch in queued(record) if launch.key != SCHEDULER)
     for name, options in record.groups.items():
         options = {**record.options, **options}  # a group takes what it does not set from the cluster
-        wanted = record.scheduler.groups.get(name)
+        wanted, bounds = record.scheduler.groups.get(name), record.bounds.get(name)
         described.append(
             {
                 "name": name,
                 "n_workers": 0 if wanted is None else wanted.target,
-                "n_arrived": record.scheduler.workers.arrived.get(name, 0),
+                "n_arrived": arrived[name],
+                "n_waiting": waiting[name],
+                "adapts": bounds and dict(zip(("minimum", "maximum"), bounds, strict=True)),
                 "size": {amount: options.get(amount) for amount in ("cpu", "memory", "nvidia_gpu")},
                 **{option: options.get(option) for option in ("nthreads", "processes")},
                 "resources": options.get("resources") or {},
@@ -191,13 +165,9 @@ def queued(record: Record) -> dict[Launch, float]:
 async def ended_clusters() -> list[history.EndedCluster]:
     """Return the clusters that have ended, the last one first, also dead ones that nobody has removed."""
     records = await asyncio.to_thread(store.records)
-    listing = await liveness.listed(records)
-
-    def read() -> list[history.EndedCluster]:
-        dead = [record for record in records if liveness.seen(record, listing).state is State.DEAD]
-        return history.ended_clusters(dead)
-
-    return await asyncio.to_thread(read)
+    findings = await liveness.judge(records)
+    dead = [record for record in records if findings[record.name].state is State.DEAD]
+    return await asyncio.to_thread(history.ended_clusters, dead)
 
 
 def session_logs(record: Record) -> SessionLogs:
@@ -210,7 +180,7 @@ async def end_all(
 ) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
-    A scheduler that answers first informs its workers and clients. If sessions of a cluster cannot
+    A scheduler that is alive first informs its workers and clients. If sessions of a cluster cannot
     be stopped, its record remains.
 
     Parameters
@@ -218,10 +188,10 @@ async def end_all(
     records : iterable of Record
         The records of the clusters.
     reason : str, optional
-        Why they end, for the history of those that have not ended before. Default: that the user of this
-        process deletes them.
+        Why they end, for their history. Of one that has ended before, the history says both reasons.
+        Default: that the user of this process deletes them.
     findings : mapping of str to Finding, optional
-        What is known of them, see :func:`liveness.judge`. Default: find it out.
+        What is known of them, see :func:`liveness.seen`. Default: find it out.
 
     Returns
     -------
@@ -229,13 +199,14 @@ async def end_all(
         The errors by the names of the clusters. None if the cluster was deleted.
     """
     records = [*records]
-    # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    known = findings or await liveness.judge(records, timeout=_GOODBYE_TIMEOUT)
+    known = findings or await liveness.judge(records)
     at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def attempt(record: Record) -> CMLError | None:
         state = known[record.name].state
-        why = history.UNSEEN if state is State.DEAD else reason or deleted_by()
+        why = reason or deleted_by()
+        if state is State.DEAD:
+            why = "; ".join(filter(None, [record.scheduler.closed or history.UNSEEN, reason]))
         async with at_once:
             try:
                 if state is State.ALIVE and record.security is not None:  # else anybody may answer
@@ -258,8 +229,10 @@ def deleted_by(user: str | None = None) -> str:
     return f"deleted by {user or this_user() or 'an unknown user'}"
 
 
-def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
+def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> Record:
     """Stop all sessions in a cluster's record, and remove the record with the cluster's folder. Blocks.
+
+    Return the record as it was at last, see :func:`store.refreshed`.
 
     Raises
     ------
@@ -284,9 +257,11 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
     try:
         latest = call_within(timing.files, store.refreshed, record)
         stop({**record.sessions, **latest.sessions})
-        call_within(timing.files, history.remember, record, why)
+        if why:  # else an argument was refused, and nothing was launched
+            call_within(timing.files, history.remember, record, why)
         if last_sessions := call_within(timing.files, store.remove, record):
             stop(last_sessions)
+        return latest
     except (NoAnswer, OSError) as error:
         stop(record.sessions)
         raise CMLError(
@@ -295,13 +270,8 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
         ) from error
 
 
-async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """Delete dead clusters; see :func:`liveness.judge`. Remove what crashed processes left behind.
-
-    Parameters
-    ----------
-    timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
+async def prune() -> tuple[dict[str, CMLError | None], dict[str, str]]:
+    """Delete dead clusters; see :func:`liveness.seen`. Remove what crashed processes left behind.
 
     Returns
     -------
@@ -311,7 +281,7 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
         The reasons by the names of the clusters that do not answer but may still run.
     """
     records = await asyncio.to_thread(store.records)
-    findings = await liveness.judge(records, timeout=timeout)
+    findings = await liveness.judge(records, timeout=_LONG_LISTING)
     dead = [record for record in records if findings[record.name].state is State.DEAD]
     skipped = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
     ended = await end_all(dead, findings=findings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -19,7 +20,8 @@ from msgspec import Meta
 from dask_cml.checks import is_session_id, seconds
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.scheduler.board import Letter, WantedGroup
+from dask_cml.protocol import Rank, WantedGroup
+from dask_cml.scheduler.board import Letter, after_mail
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.tls import ask
@@ -131,8 +133,6 @@ class Present:
         Number of Dask workers.
     groups : mapping of str to int
         Number of Dask workers by worker group.
-    arrived : mapping of str to int
-        Number of wanted worker sessions with a connected Dask worker, by worker group.
     sessions : sequence of str
         The names of all worker sessions with a connected Dask worker.
     threads : int
@@ -141,18 +141,22 @@ class Present:
         Sum of their memory limits, in bytes.
     problem : str or None
         What the keeper reports, or else what is wrong with the Dask workers, as a clause.
-    idle : float or None
-        Time for which no task has waited or run, in seconds. None: some do.
+    idle_since : float or None
+        Since when no task has waited or run, in seconds since 1970. None: some do.
     """
 
     workers: int = 0
     groups: Mapping[str, int] = field(default_factory=dict)
-    arrived: Mapping[str, int] = field(default_factory=dict)
     sessions: Sequence[str] = field(default_factory=list)
     threads: int = 0
     memory: int = 0
     problem: str | None = None
-    idle: float | None = None
+    idle_since: float | None = None
+
+    @property
+    def idle(self) -> float | None:
+        """Time for which no task has waited or run, in seconds. None: some do."""
+        return None if self.idle_since is None else max(0.0, time.time() - self.idle_since)
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class SchedulerState:
     number : int
         Its number in the cluster.
     groups : mapping of str to WantedGroup
-        The worker groups.
+        The worker groups by its report and its mail, whatever its file says.
     address : str or None
         Its address. None before it listens.
     session : str or None
@@ -177,12 +181,16 @@ class SchedulerState:
         Counts the keepers of the cluster.
     manager : str or None
         Who keeps the cluster, for users. None: no process does.
+    manages_soon : bool
+        Whether a process in the scheduler's session is about to keep the cluster.
+    rank : Rank
+        The rank of the process that keeps the cluster. An observer's: none has connected.
     closed : str or None
         Why the cluster ended with it. None: it runs, or was lost.
     protocol : int or None
         The version of its protocol with keepers and remotes.
     revision : int
-        The revision of what is wanted.
+        Counts the changes of what watchers are told.
     restarts : int
         Number of schedulers in a row that replaced lost ones, and have not computed a task yet.
     orphan_timeout : float or None
@@ -190,7 +198,7 @@ class SchedulerState:
     hours : float or None
         Hours from the cluster's creation until its end. None: no limit.
     report : mapping
-        The last report of a keeper, see :class:`dask_cml.sharing.report.Report`.
+        The last report of a keeper, see :class:`dask_cml.scheduler.board.Report`.
     mail : sequence of Letter
         What users have asked for, and no keeper has carried out yet.
     posted : mapping of str to int
@@ -204,13 +212,15 @@ class SchedulerState:
     """
 
     number: int = 0
-    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
+    groups: Mapping[str, WantedGroup] = field(default_factory=lambda: {DEFAULT_GROUP: WantedGroup()})
     address: str | None = None
     session: str | None = None
     app_url: str | None = None
     keeper: str | None = None
     term: _Count = 0
     manager: str | None = None
+    manages_soon: bool = False
+    rank: Rank = Rank.OBSERVER
     closed: str | None = None
     protocol: _Count | None = None
     revision: _Count = 0
@@ -235,7 +245,8 @@ class SchedulerState:
         """
         content = {name: value for name, value in _loads(text).items() if value is not None}
         state = validate({**content, "number": number}, cls, "state of a scheduler")
-        return state if is_session_id(state.session) else replace(state, session=None)
+        groups = after_mail(state.report.get("groups", {}), state.mail)
+        return replace(state, groups=groups, session=state.session if is_session_id(state.session) else None)
 
 
 @dataclass(frozen=True)
@@ -288,6 +299,12 @@ class Record:
     def launcher(self) -> Maker:
         """The process that launches the last scheduler, or else has created the cluster."""
         return self.scheduler.maker or self.maker
+
+    @property
+    def manager(self) -> str | None:
+        """Who keeps the cluster, for users. None: no process does, or it is the creator, which was killed."""
+        was_killed = self.scheduler.manager == self.maker.words and self.maker.lives() is False
+        return None if was_killed else self.scheduler.manager
 
     @property
     def owner(self) -> str | None:
@@ -361,6 +378,8 @@ class Record:
             ends.append(f"after {format_duration(state.orphan_timeout)} without a process or client")
         if state.hours is not None:
             ends.append(f"at an age of {state.hours:g} h")
+        if state.orphan_timeout is not None and self.manager == self.maker.words:
+            ends.append(f"with the creator's process {self.maker.pid} on {self.maker.host}")
         launches = [launch for launch in self.launches.values() if launch.key == SCHEDULER]
         ends += [f"with session {launch.owner}" for launch in launches if launch.owner]
         return ends

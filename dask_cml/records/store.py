@@ -5,6 +5,12 @@ files of another process, there is no lock, and a reader sees either the old or 
 writer dies. The state directory may be on NFS, which caches what it knows of files: functions list folders
 anew.
 
+The files of a cluster's sessions say which exist: launched, started and ended. In ``sessions`` they are
+empty: for the name of a session's own file, see :mod:`dask_cml.sessions.entry`, and its end is a file of its
+own, ``<id>,ended,<time>,<cause>``. In ``started``, each session creates a file with the name that it takes,
+which contains its id. Each operation creates one file, and none is ever changed. So all processes of a
+cluster write at once, and a reader that lists the folder once misses no session.
+
 A record contains its folder, which does not move if the configuration changes. All functions block while they
 wait for the file system.
 """
@@ -14,8 +20,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -25,6 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from dask_cml.checks import is_session_id
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
     LOGS_FOLDER,
@@ -46,17 +55,126 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
-from dask_cml.records.entries import read_entries, read_started, write_entries
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.sessions.answers import NoAnswer
-from dask_cml.sessions.calls import call_within
-from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.calls import NoAnswer, call_within
+from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 from dask_cml.timing import timing
+
+_END = re.compile(rf"[^,]+,ended,({TIME}),([a-z-]*)", re.ASCII)
+
 
 #: Folders with such names, and of this age in seconds, were left behind by a crash.
 _LEFTOVERS, _LEFTOVER_AGE = (".claim-", ".removed-"), 600.0
 _TRIES = 5
 _PAUSE = 0.01
+
+
+def end_file(session_id: str, at: int, cause: str = "") -> str:
+    """Return the name of a file that says when a session ended, and why if nobody asked for it.
+
+    Examples
+    --------
+    >>> end_file("abcdefgh12345678", 1790000000, "out of memory")
+    'abcdefgh12345678,ended,1790000000,out-of-memory'
+    """
+    return f"{session_id},ended,{at},{cause.replace(' ', '-')}"
+
+
+def read_started(folder: Path, record_id: str) -> dict[str, float]:
+    """Return when the programs of a cluster's sessions have started, by their ids, or else by their keys.
+
+    The file system's clock dates that. Ignore files that cannot be read.
+    """
+    started = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder / STARTED_FOLDER):
+            file = folder / STARTED_FOLDER / name
+            with contextlib.suppress(OSError):
+                try:
+                    session, at = _read_taken(file, record_id)
+                except ValueError:  # it is written just now, or the disk was full
+                    session, at = unquote(name), file.stat().st_mtime
+                started[session] = at
+    return started
+
+
+@functools.lru_cache(maxsize=10_000)
+def _read_taken(file: Path, record_id: str) -> tuple[str, float]:
+    """Return which session has taken a name, and when. In one cluster, this never changes."""
+    session = read_file(file).decode()
+    if not is_session_id(session):
+        raise ValueError("it contains no session's id")
+    return session, file.stat().st_mtime
+
+
+def read_entries(folder: Path, cluster: str, started: Mapping[str, float]) -> list[Launch]:
+    """Return the sessions of a cluster, the oldest first. Ignore files that describe none; warn once.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder.
+    cluster : str
+        The cluster's name.
+    started : mapping of str to float
+        When their programs have started, see :func:`read_started`.
+    """
+    sessions = folder / SESSIONS_FOLDER
+    # NFS uses a name with a dot for a file that was removed while it was open.
+    names = sorted((name for name in os.listdir(sessions) if not name.startswith(".")), reverse=True)
+    read = [_read_session(own, sessions, cluster) for _, own in itertools.groupby(names, _session_of)]
+    launches = sorted((launch for launch in read if launch is not None), key=_order)
+    return [replace(launch, started=started.get(launch.id, started.get(launch.key))) for launch in launches]
+
+
+def _session_of(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def _order(launch: Launch) -> tuple[int, int, str, str]:
+    """Return what sorts sessions by their age."""
+    return launch.launched, len(launch.key), launch.key, launch.id
+
+
+def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | None:
+    """Return the session that the names of its files describe, the last name first. None: they do not."""
+    launches = []
+    end: dict[str, Any] = {}
+    for name in names:  # of two ends, the first counts
+        match = _END.fullmatch(name)
+        if match is not None:
+            # The session itself knows no cause.
+            end = {"ended": int(match[1]), "cause": match[2].replace("-", " ") or end.get("cause", "")}
+            continue
+        try:
+            launches.append(parse(name, cluster))
+        except ValueError:
+            report_ignored(f"{name!a} in {folder}", "it is not the name of a session's file")
+    return replace(min(launches, key=_order), **end) if launches else None
+
+
+def write_entries(launched: Iterable[Launch], ends: Iterable[str], folder: Path) -> None:
+    """Create files of a cluster's sessions, unless they exist.
+
+    Parameters
+    ----------
+    launched : iterable of Launch
+        New sessions.
+    ends : iterable of str
+        The names of files from :func:`end_file`.
+    folder : Path
+        The cluster's folder, which has the cluster's name.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the folder was removed. It does not come back.
+    """
+    sessions = folder / SESSIONS_FOLDER
+    # Nobody reads the end of a session that is not in the record, such as the engine of a refused launch.
+    for name in (*(file_name(launch, folder.name) for launch in launched), *ends):
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 class RecordUnreadable(CMLError, OSError):
@@ -113,7 +231,7 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    sweep(directory)
+    sweep()
 
 
 def claim_scheduler(record: Record, number: int, board: Mapping[str, Any]) -> bool:
@@ -147,7 +265,7 @@ def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[st
     record : Record
         The cluster's record.
     launched, ends
-        As in :func:`dask_cml.records.entries.write_entries`.
+        As in :func:`dask_cml.records.store.write_entries`.
 
     Raises
     ------
@@ -163,11 +281,11 @@ def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[st
 
 def _check_exists(record: Record) -> None:
     if not _has(record.folder, record):
-        raise _missing(record.name, record.folder.parent)
+        raise _missing(record.name)
 
 
-def _missing(name: str, directory: Path) -> NoSuchCluster:
-    return NoSuchCluster(name, tuple(other.name for other in records(directory)))
+def _missing(name: str) -> NoSuchCluster:
+    return NoSuchCluster(name, tuple(other.name for other in records()))
 
 
 def _has(folder: Path, record: Record) -> bool:
@@ -198,15 +316,8 @@ def given_names(record: Record) -> set[str]:
     return names
 
 
-def read(name: str, directory: Path | None = None) -> Record:
+def read(name: str) -> Record:
     """Read the record of a cluster.
-
-    Parameters
-    ----------
-    name : str
-        The cluster's name.
-    directory : Path, optional
-        The state directory. Default: the configured one.
 
     Raises
     ------
@@ -215,16 +326,15 @@ def read(name: str, directory: Path | None = None) -> Record:
     RecordUnreadable
         If its record cannot be read.
     """
-    directory = directory or state_directory()
-    record = _patiently(_read, directory / name) if _is_name(name) else None
+    record = _patiently(_read, state_directory() / name) if _is_name(name) else None
     if record is None:
-        raise _missing(name, directory)
+        raise _missing(name)
     return record
 
 
-def find(name: str, directory: Path | None = None) -> Record | None:
+def find(name: str) -> Record | None:
     """Read the record of a cluster. Return None if it does not exist, or cannot be read."""
-    return _load((directory or state_directory()) / name) if _is_name(name) else None
+    return _load(state_directory() / name) if _is_name(name) else None
 
 
 def read_again(record: Record) -> Record:
@@ -239,7 +349,7 @@ def read_again(record: Record) -> Record:
     """
     latest = _patiently(_read, record.folder)
     if latest is None or latest.id != record.id:
-        raise _missing(record.name, record.folder.parent)
+        raise _missing(record.name)
     return latest
 
 
@@ -257,15 +367,9 @@ def has_ended(record: Record) -> bool:
         return False
 
 
-def records(directory: Path | None = None) -> list[Record]:
-    """Read all records, sorted by name. Ignore records that are damaged or not private; warn once.
-
-    Parameters
-    ----------
-    directory : Path, optional
-        The state directory. Default: the configured one.
-    """
-    directory = directory or state_directory()
+def records() -> list[Record]:
+    """Read all records, sorted by name. Ignore records that are damaged or not private; warn once."""
+    directory = state_directory()
     try:
         check_folder(directory)
         with os.scandir(directory) as entries:
@@ -307,13 +411,13 @@ def remove(record: Record) -> dict[str, str] | None:
     delete = functools.partial(shutil.rmtree, aside, ignore_errors=True)
     with contextlib.suppress(NoAnswer):
         call_within(timing.files / 2, delete)
-    sweep(record.folder.parent)
+    sweep()
     return sessions
 
 
-def sweep(directory: Path | None = None) -> None:
+def sweep() -> None:
     """Remove what crashed processes left behind, whose age the file system's clock tells."""
-    directory = directory or state_directory()
+    directory = state_directory()
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         os.utime(directory)
         oldest = directory.stat().st_mtime - _LEFTOVER_AGE

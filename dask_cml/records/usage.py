@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -59,6 +59,10 @@ class SessionHours:
         costs = [price * amounts[name] for name, price in prices.items() if price is not None]
         return sum(costs) if costs else None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it with its cost, for JSON."""
+        return {**vars(self), "cost": self.cost}
+
     def __add__(self, other: SessionHours) -> SessionHours:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "lost"}
         return SessionHours(**sums, lost=dict(Counter(self.lost) + Counter(other.lost)))
@@ -98,9 +102,9 @@ class Usage(dict[str, SessionHours]):
     """
 
     def to_json(self) -> dict[str, Any]:
-        """Return the hours of each group, and in total, for JSON."""
-        groups = {group: asdict(hours) for group, hours in self.items()}
-        return {"groups": groups, "total": asdict(self.total)}
+        """Return the hours and costs of each group, and in total, for JSON."""
+        groups = {group: used.to_json() for group, used in self.items()}
+        return {"groups": groups, "total": self.total.to_json()}
 
     @property
     def total(self) -> SessionHours:

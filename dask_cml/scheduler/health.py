@@ -1,16 +1,18 @@
-"""What is wrong with Dask workers: some are paused, some were restarted by their nanny, some lack GPUs."""
+"""What is known of Dask workers: some are paused, were restarted by their nanny, lack GPUs, or have left."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from distributed.core import Status
 from distributed.scheduler import Scheduler, WorkerState
 
-from dask_cml.protocol import EXITED
+from dask_cml import protocol
+from dask_cml.cancellation import within
+from dask_cml.protocol import EXITED, NO_ANSWER
 from dask_cml.sessions.causes import Cause, find_cause
 from dask_cml.timing import timing
 
@@ -34,45 +36,31 @@ _CLOSED = ("worker-close", "scheduler-close-worker")
 _MOST_TASKS, _LONGEST = 3, 100
 
 
-@dataclass(frozen=True)
-class Restart:
-    """A Dask worker that its nanny has started again in its session.
+class Health:
+    """Watches the Dask workers of one scheduler.
 
     Parameters
     ----------
-    number : int
-        Counts the restarts of a scheduler's workers.
-    worker : str
-        The Dask worker's name.
-    words : str
-        Why, as a clause, and what helps.
-    """
-
-    number: int
-    worker: str
-    words: str
-
-    def __str__(self) -> str:
-        return f"worker {self.worker} was restarted: {self.words}"
-
-
-class Health:
-    """Watches the Dask workers of one scheduler.
+    scheduler : Scheduler
+        The scheduler.
 
     Attributes
     ----------
     problem : str or None
-        The present problem of their memory or their processes, as a clause.
-    without_gpus : str or None
-        Which workers lack GPUs, as a clause. None if none does.
-    restarts : list of Restart
-        The last restarts, the oldest first.
+        The present problem, as a clause.
+    restarts : dict of str to str
+        The last restarts of workers by their nannies, the oldest first: a subject, and why and what helps.
+    news : dict of str to str
+        What the keeper tells users once, as clauses by subjects: which workers are paused for long, or lack
+        GPUs, and the restarts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self.problem: str | None = None
-        self.without_gpus: str | None = None
-        self.restarts: list[Restart] = []
+        self.restarts: dict[str, str] = {}
+        self._n_restarts = 0
+        self.news: dict[str, str] = {}
         self._last: dict[str, dict[str, Any]] = {}
         #: What nannies have said of the ends of workers, by their addresses: the memory (``rss``) over which
         #: one ends its worker, the exit ``status`` of the process, which is None if it was lost, and whether
@@ -80,6 +68,11 @@ class Health:
         self._said: dict[str, dict[str, Any]] = {}
         self._paused_since: dict[str, float] = {}
         self._restarted_at = 0.0
+
+    @property
+    def handlers(self) -> dict[str, Any]:
+        """What answers the keeper's questions about Dask workers."""
+        return {protocol.HELD: self.held, protocol.LAST: self.last, protocol.ABANDONED: self.abandoned}
 
     def note_event(self, topic: str, content: Any) -> None:
         """Note what a nanny says of its worker."""
@@ -92,7 +85,7 @@ class Health:
         self._last[name] = {**last, "address": address, "left": time.monotonic()}
         _bound(self._last)
 
-    def last(self, name: str) -> dict[str, Any] | None:
+    def _last_of(self, name: str) -> dict[str, Any] | None:
         """Return what was known last of a Dask worker that has left."""
         last = self._last.get(name)
         if last is None:
@@ -106,7 +99,7 @@ class Health:
 
         Users are told of a crash. A restart that somebody asked for, as by ``Client.restart``, is none.
         """
-        last = self.last(name)
+        last = self._last_of(name)
         if last is None:
             return
         del self._last[name]
@@ -123,8 +116,9 @@ class Health:
         words = loss.words
         if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED) and gone == _ENDED:
             words += f"; {_ADVICE}"
-        number = self.restarts[-1].number + 1 if self.restarts else 1
-        self.restarts = [*self.restarts, Restart(number, name, words)][-_MOST_RESTARTS:]
+        self._n_restarts += 1
+        self.restarts[f"restart {self._n_restarts}"] = f"worker {name} was restarted: {words}"
+        _bound(self.restarts, _MOST_RESTARTS)
         self._restarted_at = now
 
     def look(self, workers: Iterable[WorkerState], now: float) -> None:
@@ -138,7 +132,6 @@ class Health:
             The monotonic time.
         """
         workers = [*workers]
-        self.without_gpus = _gpu_words(workers)
         paused = [worker for worker in workers if worker.status == Status.paused]
         self._paused_since = {
             worker.address: self._paused_since.get(worker.address, now) for worker in paused
@@ -147,8 +140,45 @@ class Health:
         paused = [worker for worker in paused if now - self._paused_since[worker.address] >= timing.pause]
         restart = None
         if self.restarts and now - self._restarted_at < timing.restart:
-            restart = str(self.restarts[-1])
-        self.problem = _paused_words(paused) or restart
+            restart = [*self.restarts.values()][-1]
+        memory, gpus = _paused_words(paused), _gpu_words(workers)
+        self.problem = memory or restart or gpus
+        present = {"memory": memory, "gpus": gpus, **self.restarts}
+        self.news = {subject: words for subject, words in present.items() if words}
+
+    # -- what the keeper asks
+
+    def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
+        workers, addresses = self._scheduler.workers, self._scheduler.aliases
+        connected = {name: workers[addresses[name]] for name in names if name in addresses}
+        return {
+            name: {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
+            for name, worker in connected.items()
+        }
+
+    def last(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
+        known = {name: self._last_of(name) for name in names}
+        return {name: last for name, last in known.items() if last is not None}
+
+    async def abandoned(self, names: Collection[str]) -> list[str]:
+        """Return the Dask workers that are not connected, and that no nanny is about to start again."""
+        aliases = self._scheduler.aliases  # of the connected workers
+        absent = [name for name in names if name not in aliases]
+        have_nannies = await asyncio.gather(*map(self._has_nanny, absent))
+        return [name for name, has in zip(absent, have_nannies, strict=True) if not (has or name in aliases)]
+
+    async def _has_nanny(self, name: str) -> bool:
+        """Return whether the nanny of a Dask worker that has left answers."""
+        nanny = (self._last_of(name) or {}).get("nanny")
+        if nanny is None:
+            return False
+        try:
+            await within(timing.answer / 2, self._scheduler.rpc(nanny).identity())
+        except NO_ANSWER:
+            return False
+        return True
 
 
 def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
@@ -178,9 +208,9 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
     }
 
 
-def _bound(noted: dict[str, Any]) -> None:
+def _bound(noted: dict[str, Any], most: int = _MOST_LAST) -> None:
     """Forget what was noted first: many sessions end with their workers, which never connect again."""
-    if len(noted) > _MOST_LAST:
+    if len(noted) > most:
         del noted[next(iter(noted))]
 
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import json
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed.comm.addressing import get_address_host
 from distributed.comm.core import Comm
@@ -26,21 +27,26 @@ from distributed.scheduler import Scheduler, WorkerState, WorkerStatusPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import compat, protocol
-from dask_cml.cancellation import cancel, to_the_end, wait_until_set, within
-from dask_cml.inheritance import find_modules
-from dask_cml.layout import DASHBOARD_PORT, FOLDER, NUMBER, inside_name
+from dask_cml.cancellation import cancel, to_the_end, wait_until_set
+from dask_cml.layout import (
+    DASHBOARD_PORT,
+    FOLDER,
+    NUMBER,
+    board_file,
+    find_modules,
+    inside_name,
+    scheduler_file,
+)
 from dask_cml.naming import DEFAULT_GROUP, session_of
-from dask_cml.protocol import Rank
-from dask_cml.rpc import NO_ANSWER
+from dask_cml.private_files import read_file, write_file
+from dask_cml.protocol import Rank, Request
 from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.balance import balance, unload_full_workers
-from dask_cml.scheduler.board import Board, Request
+from dask_cml.scheduler.board import Board
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health, last_state
-from dask_cml.scheduler.lifetime import Lifetime
+from dask_cml.scheduler.lifetime import Lifetime, Watchers
 from dask_cml.scheduler.resident import Resident
-from dask_cml.scheduler.state_file import StateFile, unless_stale
-from dask_cml.scheduler.watchers import Watchers
 from dask_cml.timing import timing
 from dask_cml.validation import validate
 
@@ -53,6 +59,10 @@ _REST = 1.0
 #: Maximum number of failed tasks that are remembered, and of characters for one.
 _MOST_FAILURES, _LONGEST_FAILURE = 5, 200
 _WORKERS_DIED = "the workers that ran it died"
+#: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
+_STALE_FOR = 30.0
+
+T = TypeVar("T")
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -80,16 +90,16 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._serves_dashboard = True
         #: Counts the changes of what watchers are told. The event is set at the next one.
         self._revision, self._changed = 1, asyncio.Event()
-        #: The last revision that is in the scheduler's file.
-        self._saved = 0
+        #: What is in the scheduler's file.
+        self._saved: dict[str, Any] = {}
         #: The monotonic time since when no task has waited or run. Infinite: some do.
         self._idle_since = time.monotonic()
         #: All that watchers know of the Dask workers.
-        self._known: tuple[Any, ...] = (None, None, 0, False)
-        #: What is wrong with the Dask workers.
-        self.health = Health()
+        self._known: tuple[Any, ...] = (None, {}, 0, False)
         #: The names of Dask workers whose session the platform is about to stop.
         self.leaving: list[str] = []
+        #: The names of which notice was given, also those that are not connected then.
+        self._noticed: set[str] = set()
         #: Counts the Dask workers that have connected or left.
         self.moves = 0
         #: The number of calls of `Client.scatter` under way, to any worker.
@@ -114,6 +124,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                 f"{protocol.PROTOCOL}: install one release for the whole project, and restart the kernels"
             )
         self._scheduler = scheduler
+        self.health = Health(scheduler)
         port = os.environ.get(DASHBOARD_PORT)
         self._serves_dashboard = port is None or port == str(scheduler.services["dashboard"].port)
         if not self._serves_dashboard:
@@ -122,18 +133,23 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         mail, posted = begin.get("mail", ()), begin.get("posted")
         self._board = Board(begin.get("report", {}), begin.get("keeper"), begin.get("term", 1), mail, posted)
         self._manager: str | None = begin.get("manager")
+        self._rank = Rank.OBSERVER  # of its keeper
         self._resident = Resident(self._cluster, self._file.folder)
+        #: Whether the last keeper has left the cluster on purpose: the next one goes on with its requests.
+        self._was_left = False
         #: Until this time the keeper may be away: the process that launched this scheduler connects first.
         self._keeper_until = time.monotonic() + timing.first_lease
         timeouts = begin.get("orphan_timeout"), begin.get("patience")
         self._watchers = Watchers(scheduler, inside_name(self._record), *timeouts)
         self._restarts = int(begin.get("restarts", 0))
-        #: Sums over the cluster's life, for its history, and as the scheduler before this one has left them.
+        #: Sums over the cluster's life, for its history, and before the tasks that Dask's scheduler knows.
         sums = {"most_workers": 0, "tasks_done": 0, "tasks_failed": 0, "failures": []}
         self._activity = self._before = {**sums, **begin.get("activity", {})}
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
         names = (*protocol.HANDLERS, "scatter", "subscribe_worker_status", "terminate")
         scheduler.handlers |= {name: getattr(self, name.removeprefix("cml_")) for name in names}
+        scheduler.handlers |= self.health.handlers
+        scheduler.handlers["restart"] = self._restart
         await self._save()
         checks = [self._check_watchers, self._check_workers]
         checks += [functools.partial(move, scheduler) for move in (balance, unload_full_workers)]
@@ -150,7 +166,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._scheduler.log_event(protocol.END, {"reason": self._lifetime.closed})
             # Watchers must know it although the file may not be written: another scheduler would follow.
             self._publish()
-            await asyncio.sleep(2 * timing.collect)  # `watch` answers after half of that
+            await asyncio.sleep(timing.collect)  # `watch` answers by then
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
@@ -176,8 +192,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "protocol": protocol.PROTOCOL,
             "orphan_timeout": self._watchers.timeout,
             "hours": self._lifetime.hours,
-            "restarts": 0 if self._activity["tasks_done"] > self._before["tasks_done"] else self._restarts,
-            "manager": self._manager if self._board.keeper else None,
+            "restarts": self._restarts,
+            "manager": self._manager,
+            "manages_soon": self._is_to_be_kept and self._resident.problem is None,
+            "rank": self._rank,
             "closed": self._lifetime.closed,
             "posted": dict(self._board.posted),
             "activity": self._activity,
@@ -189,35 +207,38 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         workers = [*self._scheduler.workers.values()]
         sessions = [*map(self._session_of, workers)]
         groups = Counter(DEFAULT_GROUP if session is None else session[0] for session in sessions)
-        connected, wanted = {*filter(None, sessions)}, self._board.report.get("wanted", {})
         return {
             "workers": len(workers),
             "groups": dict(groups),
-            "arrived": dict(Counter(group for group, name in connected if name in wanted)),
-            "sessions": sorted(name for _, name in connected),
+            "sessions": sorted({session[1] for session in sessions if session is not None}),
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
-            "problem": self._board.report.get("problem")
-            or self.health.problem
-            or self.health.without_gpus
-            or self._resident.problem,
-            "idle": self._idle,
+            "problem": self._board.report.get("problem") or self._problem,
+            "idle_since": None if self._idle is None else round(time.time() - self._idle),
         }
 
+    @property
+    def _problem(self) -> str | None:
+        """What is wrong with the Dask workers or with the process here that is to keep the cluster."""
+        unkept = self._resident.problem if self._board.keeper is None else None
+        return self.health.problem or unkept
+
     async def _keep_file(self) -> None:
-        """Write the scheduler's file when something changes, and regularly."""
+        """Write the scheduler's file when something changes. Not all of that is told to watchers at once."""
         while True:
             await asyncio.sleep(_REST)
-            if self._saved == self._revision:
-                await wait_until_set(self._changed, timing.sign_of_life)
+            if self._saved.get("revision") == self._revision:
+                await wait_until_set(self._changed, timing.save)
             await self._save()
 
     async def _save(self) -> None:
-        revision = self._revision
+        state = self._state()
+        if state == self._saved:
+            return
         try:
             # A cancellation waits: the scheduler's last state must not be written before this state.
-            await to_the_end(self._file.write, self._state())
-            self._saved = revision
+            await to_the_end(self._file.write, state)
+            self._saved = state
         except OSError as error:
             logger.warning("State of the cluster not written: %s", error)
 
@@ -230,6 +251,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         reason = str(reason) or f"shut down by a client at {get_address_host(comm.peer_address)}"
         self._lifetime.closed = self._lifetime.closed or reason
         await self._scheduler.close(reason=self._lifetime.closed, **arguments)
+
+    async def _restart(self, **arguments: Any) -> None:
+        """Forget all tasks, as ``Client.restart`` asks for, but not how many were done."""
+        self._note_activity()
+        self._before = self._activity
+        await self._scheduler.restart(**arguments)
 
     # -- the board
 
@@ -268,7 +295,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if watcher == self._board.keeper:
             self._keeper_until = time.monotonic() + timing.reconnect
         self._pick_keeper()
-        if since == self._revision and await wait_until_set(self._changed, wait):
+        is_changed = since == self._revision and await wait_until_set(self._changed, wait)
+        if is_changed and self._lifetime.closed is None:
             await asyncio.sleep(timing.collect)
         return self._answer(watcher)
 
@@ -320,7 +348,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         term : int
             The term in which it keeps the cluster.
         report : mapping
-            What it says, see :class:`dask_cml.sharing.report.Report`.
+            What it says, see :class:`dask_cml.scheduler.board.Report`.
         asked : int
             The number of the last request of its users that the report contains. 0: nothing new.
         events : sequence of mapping
@@ -340,6 +368,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             topic = protocol.LINES if event.get("action") == "line" else protocol.TOPIC
             self._scheduler.log_event(topic, dict(event))
         self._reported_term, self._n_events = term, max(known, n_before + len(events))
+        self._was_left = leaves
         if self._app_url is not None:
             self._foreign_sockets.allow(self._app_url)
         if leaves:
@@ -350,7 +379,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return self._answer(keeper)
 
     def _keep(self, keeper: str | None) -> None:
-        self._manager = None if keeper is None else self._watchers.who(keeper)
+        self._manager = self._watchers.who(keeper)
+        self._rank = self._watchers.rank(keeper)
         logger.info("Cluster %s", f"kept by {self._manager}" if keeper else "without a keeper")
         self._board.keep(keeper)
         self._publish()
@@ -360,16 +390,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         keeper, now = self._board.keeper, time.monotonic()
         if keeper is not None and not self._watchers.answers(keeper) and now > self._keeper_until:
             self._keep(None)
-        is_barred = self._is_kept_here and self._board.report.get("is_barred")
+        is_barred = self._rank is Rank.RESIDENT and self._board.report.get("is_barred")
         can_launch = self._resident.problem is None and not is_barred
         chosen = self._watchers.keeper_after(self._board.keeper, can_launch)
         if chosen != self._board.keeper:
             self._keep(chosen)
-
-    @property
-    def _is_kept_here(self) -> bool:
-        """Whether the process in this session keeps the cluster."""
-        return self._watchers.rank(self._board.keeper) is Rank.RESIDENT
 
     @property
     def _app_url(self) -> str | None:
@@ -388,9 +413,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "leaving": [*self.leaving],
             "lives_on": self._lives_on,
             "moves": self.moves,
-            "problem": self.health.problem,
-            "without_gpus": self.health.without_gpus,
-            "restarts": [asdict(restart) for restart in self.health.restarts],
+            "problem": self._problem,
+            "news": self.health.news,
             "idle": self._idle,
             "app_url": self._app_url,
             "serves_dashboard": self._serves_dashboard,
@@ -436,38 +460,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
         return known_demand(self._scheduler, self._cluster, self._scatters)
 
-    def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
-        """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
-        workers, addresses = self._scheduler.workers, self._scheduler.aliases
-        connected = {name: workers[addresses[name]] for name in names if name in addresses}
-        return {
-            name: {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
-            for name, worker in connected.items()
-        }
-
-    def last(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
-        known = {name: self.health.last(name) for name in names}
-        return {name: last for name, last in known.items() if last is not None}
-
-    async def abandoned(self, names: Collection[str]) -> list[str]:
-        """Return the Dask workers that are not connected, and that no nanny is about to start again."""
-        aliases = self._scheduler.aliases  # of the connected workers
-        absent = [name for name in names if name not in aliases]
-        have_nannies = await asyncio.gather(*map(self._has_nanny, absent))
-        return [name for name, has in zip(absent, have_nannies, strict=True) if not (has or name in aliases)]
-
-    async def _has_nanny(self, name: str) -> bool:
-        """Return whether the nanny of a Dask worker that has left answers."""
-        nanny = (self.health.last(name) or {}).get("nanny")
-        if nanny is None:
-            return False
-        try:
-            await within(timing.answer / 2, self._scheduler.rpc(nanny).identity())
-        except NO_ANSWER:
-            return False
-        return True
-
     def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
         """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
         last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
@@ -481,8 +473,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         Parameters
         ----------
         names : collection of str
-            Their names. Some may have left.
+            Their names. Some may have left, and some may connect later, as after a restart.
         """
+        self._noticed |= {*names}
         # The keeper retires a worker before it stops the session, which then gives notice, too.
         connected = [name for name in names if name in self._scheduler.aliases]
         self.leaving += [name for name in connected if name not in self.leaving]
@@ -497,6 +490,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         state = self._states[worker] = scheduler.workers[worker]
         self.health.note_connected(str(state.name), time.monotonic())
         scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
+        if str(state.name) in self._noticed:
+            self.notice([str(state.name)])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Note what was known last of a Dask worker that has left."""
@@ -519,8 +514,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _check_watchers(self) -> None:
         seconds = self._watchers.update()
         self._pick_keeper()
-        is_wanted = self._lives_on or self._watchers.has_user or bool(self._board.mail)
-        self._resident.check(seconds, is_wanted and self._board.keeper is None, keeps=self._is_kept_here)
+        self._resident.check(seconds, self._is_to_be_kept, keeps=self._rank is Rank.RESIDENT)
         reason = self._lifetime.check()
         if self._watchers.is_orphan:
             reason = f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
@@ -533,6 +527,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             for callback in self._periodic:
                 callback.stop()
             self._closing = asyncio.create_task(self._lifetime.end(reason))
+
+    @property
+    def _is_to_be_kept(self) -> bool:
+        """Whether nobody keeps the cluster, and users want more of it than its present workers."""
+        is_wanted = self._lives_on or self._watchers.has_user or bool(self._board.mail) or self._was_left
+        return is_wanted and self._board.keeper is None
 
     @property
     def _lives_on(self) -> bool:
@@ -555,7 +555,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         waiting = self._scheduler.queued or self._scheduler.unrunnable
         is_busy = waiting or any(worker.processing for worker in workers)
         self._idle_since = math.inf if is_busy else min(self._idle_since, now)
-        news = (self.health.problem, self.health.without_gpus, self.moves, self._idle is not None)
+        news = (self._problem, self.health.news, self.moves, self._idle is not None)
         if news != self._known:
             self._known = news
             self._publish()
@@ -564,7 +564,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _idle(self) -> float | None:
         """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
         idle = time.monotonic() - self._idle_since
-        return idle if idle >= timing.idle else None
+        return idle if idle >= (timing.idle if self._activity["tasks_done"] else 0) else None
 
     def _note_activity(self) -> None:
         sessions = map(self._session_of, self._scheduler.workers.values())
@@ -573,6 +573,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
         n_failed = sum(counts["erred"] for counts in states)
         n_done = n_failed + sum(counts["memory"] for counts in states)
+        if n_done:
+            self._restarts = 0
         # Dask notes no text if the workers died.
         lines = [f"{task.key}: {task.exception_text or _WORKERS_DIED}" for task in [*erred][:_MOST_FAILURES]]
         self._activity = {
@@ -589,9 +591,11 @@ async def dask_setup(scheduler: Scheduler) -> None:
     find_modules()
     foreign_sockets = dashboard_guard.protect(scheduler)
     if FOLDER not in os.environ:  # without a record: dask_utils has launched it, and nobody watches it
-        scheduler.handlers[protocol.NOTICE] = lambda names: scheduler.retire_workers(
-            names=names, close_workers=True
-        )
+        session = os.environ.get("CDSW_ENGINE_ID")
+        scheduler.handlers |= {
+            protocol.HELLO: lambda: {"record": None, "number": 0, "session": session},
+            protocol.NOTICE: lambda names: scheduler.retire_workers(names=names, close_workers=True),
+        }
         return
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), foreign_sockets)
     try:
@@ -606,3 +610,64 @@ async def dask_setup(scheduler: Scheduler) -> None:
 async def _close(scheduler: Scheduler, reason: str) -> None:
     await scheduler  # it is starting
     await scheduler.close(reason=reason)
+
+
+class StateFile:
+    """The file in which a scheduler says how to reach it, and the one with which it begins.
+
+    Workers and other processes find the scheduler by it. Another scheduler begins with it if this one is
+    lost. Its time is the scheduler's sign of life for processes that cannot reach the scheduler. The program
+    of its session dates it, because a large graph keeps the event loop busy for minutes. This program also
+    ends a scheduler whose cluster is deleted or has another scheduler, see :mod:`dask_cml.wrapper`.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder.
+    number : int
+        The number of this scheduler in its cluster.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder = folder
+        self.number = number
+        self._board, self._file = folder / board_file(number), folder / scheduler_file(number)
+        #: The file with which the scheduler began. Another cluster of this name has another file.
+        self._begun: bytes | None = None
+
+    def begin(self) -> Mapping[str, Any]:
+        """Return what the process that launched this scheduler has written for it. Blocks.
+
+        Raises
+        ------
+        OSError, ValueError
+            If the file cannot be read.
+        """
+        self._begun = read_file(self._board)
+        content: Mapping[str, Any] = json.loads(self._begun)
+        return content
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace the file atomically. Blocks.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written, or the folder is another cluster's.
+        """
+        os.listdir(self.folder)  # NFS may cache the file of a cluster that was deleted
+        if self._begun is not None and read_file(self._board) != self._begun:
+            raise FileExistsError("another cluster has its name")
+        write_file(self._file, json.dumps(content).encode())
+
+
+async def unless_stale(action: Callable[[], T]) -> T:
+    """Run a blocking action. Repeat it while the file system answers that a handle is stale."""
+    deadline = time.monotonic() + _STALE_FOR
+    while True:
+        try:
+            return await asyncio.to_thread(action)
+        except OSError as error:
+            if error.errno != errno.ESTALE or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.5)

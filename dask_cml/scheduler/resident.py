@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import cancel, first_of
 from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
@@ -135,14 +135,12 @@ async def run(cluster: str, folder: Path, closes: asyncio.Event) -> int:
     env = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(folder.parent)}
     command = (sys.executable, "-m", _MODULE, cluster)
     process = await asyncio.create_subprocess_exec(*command, env=env, stdin=asyncio.subprocess.PIPE)
-    ended, closing = asyncio.create_task(process.wait()), asyncio.create_task(closes.wait())
     try:
-        await asyncio.wait([ended, closing], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(process.wait(), closes.wait())
         if process.stdin is not None:
             process.stdin.close()
-        return await ended
+        return await process.wait()
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        await cancel(ended, closing)

@@ -155,10 +155,7 @@ class Handler(RequestHandler):
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster, with the address of its dashboard for this user."""
-        return self.linked(await self.clusters.details(name))
-
-    def linked(self, details: dict[str, Any]) -> dict[str, Any]:
-        """Return the details of a cluster with the address of its dashboard for this user."""
+        details = await self.clusters.details(name)
         id = details.pop("dashboard_id")
         link = self.dashboards.link(self.request, details["name"], id) if id and self.dashboards else None
         return {**details, "dashboard": link}

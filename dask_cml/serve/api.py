@@ -29,7 +29,7 @@ class ApiHandler(Handler):
 
     async def create(self, options: dict[str, Any]) -> None:
         """Create a cluster of the request's user, and describe it."""
-        description = self.linked(await self.clusters.create(options, self.current_user.name))
+        description = await self.details(await self.clusters.create(options, self.current_user.name))
         self.set_status(201 if description["status"] == "running" else 202)
         self.set_header("Location", f"/api/clusters/{quote(description['name'], safe='')}")
         self.answer(description)

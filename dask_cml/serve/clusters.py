@@ -7,14 +7,19 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 from distributed.core import Status
+from tornado.web import HTTPError
 
 from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.dashboard.proxy import OpenComm
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
+from dask_cml.display import status_of
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML, reason_of
+from dask_cml.layout import SCHEDULER
 from dask_cml.observers import (
     Observers,
     changing,
@@ -22,7 +27,7 @@ from dask_cml.observers import (
     may_connect,
     open_dashboard,
 )
-from dask_cml.options import setting
+from dask_cml.options import SessionSize, setting
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.output import get_logger
@@ -30,10 +35,14 @@ from dask_cml.records import history, liveness, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record, cluster_address
-from dask_cml.records.usage import Usage, usage_of
-from dask_cml.serve import views
+from dask_cml.records.usage import usage_of
+from dask_cml.scheduler.board import Report
+from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.process import Session
 from dask_cml.sessions.workers_api import load_platform
 from dask_cml.sharing.sharing import Sharing
+from dask_cml.timing import timing
+from dask_cml.words import idle, pending, scheduler_words
 
 logger = get_logger(__name__)
 
@@ -70,6 +79,17 @@ class ServedCluster(CMLCluster):
     def __init__(self, user: str | None, **options: Any) -> None:
         self._user = user
         super().__init__(**options, asynchronous=True, quiet=True)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the files do not say of it."""
+        if self.failure is not None:
+            return {"status": "failed", "words": "failed", "problem": reason_of(self.failure), "groups": []}
+        if self.status in (Status.closing, Status.failed):
+            problem = "CML did not stop some sessions; delete the cluster again"
+            failed = {"problem": self.problem or problem} if self.status == Status.failed else {}
+            return {"status": "closing", "words": "closing", "kept": True, **failed}
+        return {"kept": True}
 
     def _share(self, given: Mapping[str, Any]) -> Sharing:
         return Sharing(self, given, Maker.this_process(self._user, serves=True))
@@ -194,8 +214,8 @@ class ProjectClusters(Observers):
         return [self._describe(record) for _, record in sorted(self._by_name().items())]
 
     def _describe(self, record: Record) -> dict[str, Any]:
-        kept, described = self.kept.get(record.id), views.described(record, self._finding(record))
-        return described if kept is None else described | views.kept(kept, kept.failure)
+        cluster, described = self.kept.get(record.id), _described(record, self._finding(record))
+        return described if cluster is None else described | cluster.description
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster as it is now, with its sessions.
@@ -205,24 +225,27 @@ class ProjectClusters(Observers):
         NoSuchCluster
             If no cluster has this name.
         """
-        return await self._details(self.find(name))
+        known = self.find(name)
 
-    async def _details(self, known: Record) -> dict[str, Any]:
-        def read() -> tuple[Record, Finding, Usage, list[str]]:
+        def read() -> tuple[Record, Finding, dict[str, Any]]:
             record = store.refreshed(known)
             finding = liveness.seen(record, self._listing)
-            end = time.time() if finding.state is State.ALIVE else history.end_of(record)
-            return record, finding, usage_of(record, end), [*operations.session_logs(record).paths()]
+            usage = usage_of(record, history.end_of(record))
+            more = {
+                # Of a cluster that has ended since the last poll, the last known record lists some.
+                "sessions": [] if store.has_ended(record) else _sessions_of(record, finding),
+                "logs": [*operations.session_logs(record).paths()],
+                "session_hours": usage.total.hours,
+                "usage": usage.to_json(),
+                "cost": usage.total.cost,
+            }
+            return record, finding, more
 
-        record, finding, usage, logs = await asyncio.to_thread(read)
+        record, finding, more = await asyncio.to_thread(read)
         self.findings[record.id] = finding
         return {
             **self._describe(record),
-            "sessions": views.sessions_of(record, finding),
-            "logs": logs,
-            "session_hours": usage.total.hours,
-            "usage": usage.to_json(),
-            "cost": usage.total.cost,
+            **more,
             "client": f'Client("{cluster_address(record.name)}")',
             "security": record.security is not None,
             "dashboard_id": record.id if has_dashboard(record, finding) else None,
@@ -238,7 +261,7 @@ class ProjectClusters(Observers):
 
         Raises
         ------
-        NoSuchCluster
+        HTTPError
             If no ended cluster has this id.
         """
         dead = [
@@ -251,7 +274,7 @@ class ProjectClusters(Observers):
             return clusters
         chosen = [cluster for cluster in clusters if cluster.id == id]
         if not chosen:
-            raise NoSuchCluster(id)
+            raise HTTPError(404, "The history has no cluster with the id %r", id)
         return chosen
 
     # -- changes
@@ -278,8 +301,8 @@ class ProjectClusters(Observers):
         async with changing(record) as cluster:
             yield cluster
 
-    async def create(self, options: Mapping[str, Any], user: str | None = None) -> dict[str, Any]:
-        """Create a cluster that shuts down with this process, and describe it with its sessions.
+    async def create(self, options: Mapping[str, Any], user: str | None = None) -> str:
+        """Create a cluster that shuts down with this process, and return its name.
 
         Parameters
         ----------
@@ -308,9 +331,9 @@ class ProjectClusters(Observers):
         await asyncio.wait({cluster.task}, timeout=_PATIENCE)
         if cluster.failure is not None:
             if cluster.status == Status.closed:
-                self.kept.pop(id, None)
+                self._forget(id)
             raise cluster.failure
-        return await self._details(cluster.sharing.new_record)
+        return cluster.name
 
     async def _start(self, id: str, cluster: ServedCluster) -> None:
         try:
@@ -346,8 +369,82 @@ class ProjectClusters(Observers):
         if cluster is not None:
             cluster.end_reason = reason
             await cluster.shutdown()
-            self.kept.pop(record.id, None)
         elif (error := (await operations.end_all([record], reason))[name]) is not None:
             raise error
+        self._forget(record.id)
+
+    def _forget(self, id: str) -> None:
+        """Show a cluster no more, of which nothing is left."""
+        self.kept.pop(id, None)
         # A thread may read the last ones.
-        self.records = {id: known for id, known in self.records.items() if id != record.id}
+        self.records = {known: record for known, record in self.records.items() if known != id}
+
+
+# -- descriptions by files, for JSON
+
+
+def _described(record: Record, finding: Finding) -> dict[str, Any]:
+    """Describe a cluster."""
+    row = operations.description(record, finding)
+    status = row["status"]
+    runs = status in ("running", "starting")
+    groups = [group | group["size"] for group in operations.worker_groups(record)] if runs else []
+    n_wanted, n_arrived = (sum(group[key] for group in groups) for key in ("n_workers", "n_arrived"))
+    words = _words(record, row["idle"], n_wanted - n_arrived) if runs else []
+    n_launched = sum(key != SCHEDULER for key in record.sessions.values())
+    usage = usage_of(record, time.time()).to_json() if runs else None
+    return row | {
+        "created": record.created.isoformat(),
+        "most_age": record.scheduler.hours and record.scheduler.hours * 3600,
+        "session_hours": usage and usage["total"]["hours"],
+        "usage": usage,
+        "words": ", ".join([status, *words]),
+        "problem": None if status == "starting" else row["problem"],
+        "groups": groups,
+        "n_workers": n_wanted if runs else n_launched,
+        "n_arrived": n_arrived,
+        "kept": False,
+        "tasks_done": record.scheduler.activity.get("tasks_done") if status == "running" else None,
+    }
+
+
+def _words(record: Record, idle_for: float | None, n_absent: int) -> list[str]:
+    """Return what is special about a cluster that starts or runs, in words."""
+    waits = {launch.key: seconds for launch, seconds in operations.queued(record).items()}
+    launched = [launch.launched for launch in record.launches.values() if launch.key == SCHEDULER]
+    is_another = launched and record.scheduler.number and record.scheduler.address is not None
+    restarted = time.time() - launched[-1] if is_another else None
+    scheduler = scheduler_words(waits.pop(SCHEDULER, None), restarted)
+    return [*filter(None, [idle(idle_for, timing.idle), scheduler, pending(waits.values(), n_absent)])]
+
+
+def _sessions_of(record: Record, finding: Finding) -> list[dict[str, Any]]:
+    """Describe a cluster's sessions, the scheduler's first, by the keeper's report or else by their files."""
+    lives = finding.state is State.ALIVE
+    sessions = [*map(Session.from_json, Report.read(record.scheduler.report).sessions)] if lives else []
+    arrived = record.scheduler.workers.sessions if lives else ()
+    if not sessions:
+        launches = sorted(record.launches.values(), key=lambda launch: (launch.key != SCHEDULER, launch.key))
+        sessions = [_launched(record, launch, lives) for launch in launches]
+    return [
+        {
+            "role": session.role,
+            "name": session.name,
+            "id": session.id,
+            "status": status_of(session, arrived),
+            "age": session.age,
+            **asdict(session.size),
+            "link": session.link,
+        }
+        for session in sessions
+    ]
+
+
+def _launched(record: Record, launch: Launch, lives: bool) -> Session:
+    """Return a session that no manager reports, of a cluster whose scheduler may live."""
+    status = "running" if lives and launch.started else "unknown"
+    role, name, url = "worker", launch.key, None
+    if launch.key == SCHEDULER:
+        role, name, url = "scheduler", f"{record.name}-scheduler", record.scheduler.app_url
+    since = datetime.fromtimestamp(launch.launched, timezone.utc)
+    return Session(launch.id, role, name, status, None, url, since, launch.size or SessionSize(0, 0))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
-from bisect import bisect_left
 from collections import Counter
-from itertools import accumulate
 from typing import Any
 
 from tornado.web import HTTPError
 
 from dask_cml.layout import SCHEDULER
 from dask_cml.records.record import Record
-from dask_cml.records.usage import usage_of
 from dask_cml.serve.access import Handler
 
 #: The upper limits of start times, in seconds.
@@ -22,9 +18,8 @@ _BUCKETS = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, math.inf)
 
 def _buckets(times: list[float]) -> list[tuple[str, int]]:
     """Return upper limits with the numbers of times that are no longer."""
-    limits = ["+Inf" if math.isinf(limit) else f"{limit:g}" for limit in _BUCKETS]
-    counts = Counter(bisect_left(_BUCKETS, seconds) for seconds in times)
-    return [*zip(limits, accumulate(counts[i] for i in range(len(_BUCKETS))), strict=True)]
+    counts = {limit: sum(seconds <= limit for seconds in times) for limit in _BUCKETS}
+    return [(f"{limit:g}".replace("inf", "+Inf"), n) for limit, n in counts.items()]
 
 
 class Metrics(Handler):
@@ -72,13 +67,12 @@ class Metrics(Handler):
             if status not in ("running", "starting"):
                 continue
             sessions.add_metric([name, SCHEDULER, "connected" if status == "running" else "starting"], 1)
-            record = self.clusters.find(name)
-            for label, used in usage_of(record, time.time()).items():
-                launches.add_metric([name, label], used.sessions)
-                seconds.add_metric([name, label], used.hours * 3600)
-                for cause, n in used.lost.items():
+            for label, used in cluster["usage"]["groups"].items():
+                launches.add_metric([name, label], used["sessions"])
+                seconds.add_metric([name, label], used["hours"] * 3600)
+                for cause, n in used["lost"].items():
                     losses.add_metric([name, label, cause], n)
-            if waits := _start_times(record):
+            if waits := _start_times(self.clusters.find(name)):
                 times.add_metric([name], _buckets(waits), sum(waits))
         return [clusters, wanted, sessions, launches, losses, seconds, times]
 

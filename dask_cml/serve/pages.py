@@ -195,6 +195,13 @@ class NotFound(Page):
         if not self._finished:
             raise HTTPError(404, "No page is at this address")
 
+    def answer_error(self, message: str) -> None:
+        """Answer with a page, or below the path of the API with JSON."""
+        if self.request.path.startswith("/api/"):
+            self.finish({"error": message})
+        else:
+            super().answer_error(message)
+
 
 ROUTES: list[Any] = [
     (r"/", ClustersPage),
@@ -227,7 +234,6 @@ def _templates() -> jinja2.Environment:
         amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
         # In GiB, with three digits
         bytes=lambda value: _UNKNOWN if value is None else f"{float(f'{value / _GIB:.3g}'):,g} GiB",
-        cost=_cost,
         hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
         known=lambda value: _UNKNOWN if value is None else value,
         marked=_marked,
@@ -238,11 +244,6 @@ def _templates() -> jinja2.Environment:
         duration=lambda value: _UNKNOWN if value is None else format_duration(max(value, 0)),
     )
     return environment
-
-
-def _cost(used: SessionHours | Mapping[str, Any]) -> float | None:
-    """Return the cost of a usage, or of its description for JSON. None if the site has set no prices."""
-    return (used if isinstance(used, SessionHours) else SessionHours(**used)).cost
 
 
 def _marked(text: str) -> Markup:

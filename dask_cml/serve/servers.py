@@ -75,13 +75,6 @@ def _listen(server: str, port: int, advice: str, program: str = "another program
         raise CMLError(f"{server} cannot listen at port {port}, because {program} does: {advice}") from error
 
 
-def link_of_cml(port: int) -> str | None:
-    """Return the link under which CML serves a port of this session, if CML says it."""
-    hosts = served_hosts()
-    variables = [variable for variable in hosts if os.environ.get(variable) == str(port)]
-    return f"https://{hosts[variables[0]]}/" if variables else None
-
-
 def make_application(
     clusters: ProjectClusters, access: Access, dashboards: Dashboards | None
 ) -> LocalApplication:
@@ -266,10 +259,9 @@ async def serve(
         ending.push_async_callback(clusters.close)
         ending.push_async_callback(server.close)  # runs first
         clusters.start()
-        link = f"http://127.0.0.1:{access.port}/"
-        if access.behind_entry:
-            link = link_of_cml(access.port) or link
-        else:
+        # CML serves some ports of this session.
+        link = next((f"https://{host}/" for host in access.guard.pages), f"http://127.0.0.1:{access.port}/")
+        if not access.behind_entry:
             link += f"?token={access.token}"
         on_start(link, access.behind_entry)
         with _opened(link) if open_browser else contextlib.nullcontext():

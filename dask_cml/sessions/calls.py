@@ -1,184 +1,234 @@
-"""Calls of functions that may never return. A call runs in a thread of its own, with a time limit."""
+"""What the answers and errors of the platform's functions mean, and calls of functions that may never return.
+
+The platform's functions ignore the HTTP status: they return a server error like a result.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures.thread as executors
 import functools
-import random
-import sys
+import re
 import threading
-import time
-import traceback
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from datetime import datetime
 from typing import Any, TypeVar
 
-from dask_cml import compat
+from dask_cml.checks import is_session_id, web_link
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
-from dask_cml.sessions import answers
-from dask_cml.sessions.answers import CallFailed, NoAnswer
+from dask_cml.sessions.here import this_owner
+from dask_cml.words import printable, printable_lines, shortened
+
+#: The platform's information on a session.
+SessionInfo = Mapping[str, Any]
+
+#: Errors of a program, which a second try cannot fix. Any other error without an HTTP status counts as a
+#: broken connection, because the HTTP library of the Workers API may change.
+_OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
+_PENDING = frozenset({"scheduling", "starting"})
+#: The status of a session that the platform has listed before. It may run: old sessions are archived.
+UNLISTED = "no longer listed"
+_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped"})
+_REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
+#: Words of errors that match, too, but that a later try may not meet.
+_NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)
+#: Kubernetes counts sessions as pods. It also begins each refusal with the name of the pod.
+_PODS, _SUBJECT = re.compile(r"\bpods\b", re.IGNORECASE), re.compile(r'\bpods "[^"]*"')
+_FEWER = (
+    "CML limits the number of your sessions: use fewer, larger workers, or raise the project variable "
+    "OVERRIDE_PODQUOTA"
+)
+_UNAUTHORIZED = re.compile(r"\bunauthori[sz]ed\b", re.IGNORECASE)
+_KEY = "CDSW_API_KEY"
+_LONGEST = 200
+
 
 logger = get_logger(__name__)
-
 T = TypeVar("T")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 
-#: Maximum number of hanging calls with one verb, in addition to those that are made at once. At this number,
-#: new calls with this verb fail until one returns.
-_MOST_HANGING = 64
-#: Maximum number of calls under way that make one thing, such as the session of a worker: all of them may
-#: still come true, long after their time limit. After so many seconds, a call is lost.
-_MOST_FOR_ONE, _LOST_AFTER = 2, 3600.0
-
-
-class Calls:
-    """Makes calls in threads, and abandons calls that do not return in time.
-
-    Abandoned threads block nothing: new calls get new threads, and the interpreter exits without waiting for
-    them.
+class WrongAnswer(CMLError):
+    """An answer in the wrong form, most often a server error. A later try may succeed.
 
     Parameters
     ----------
-    at_once : int
-        Maximum number of concurrent calls of :meth:`do` with one verb. Abandoned calls do not count.
-    limit : float
-        Time limit of one call, in seconds.
-    retries : int
-        Maximum number of retries of :meth:`do`.
-    modules : collection of str
-        Names of the modules that define the functions. Their own thread pools may hang, too.
+    words : str
+        The platform's error message.
+    code : int, optional
+        The HTTP status, if it is known.
     """
 
-    def __init__(self, at_once: int, limit: float, retries: int, modules: Collection[str]) -> None:
-        self.at_once = at_once
-        self.limit = limit
-        self.retries = retries
-        #: The current failure of each operation, by its verb, until the operation succeeds.
-        self.failures: dict[str, str] = {}
-        #: Whether the platform has refused this session's key in all tries of the last operation.
-        self.key_refused = False
-        #: The calls of :meth:`do` that have not returned, including abandoned ones: their verb, what they
-        #: make, and when they began.
-        self._under_way: dict[Future[Any], tuple[str, Hashable, float]] = {}
-        #: By verbs, so that launches that hang delay no stop.
-        self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(at_once))
-        self._modules = frozenset(modules)
+    def __init__(self, words: str, code: int | None = None) -> None:
+        super().__init__(words)
+        self.code = code
 
-    async def do(
-        self,
-        verb: str,
-        what: Callable[[], str],
-        function: Callable[[], Any],
-        limit: float | None = None,
-        made: Hashable = None,
-    ) -> Any:
-        """Call a function without blocking the event loop. Retry while the error is temporary.
 
-        If too many calls that make one thing hang, a retry makes no call, but waits for these.
+class NoAnswer(CMLError, TimeoutError):
+    """A call did not return within its time limit. A later try may succeed."""
 
-        Parameters
-        ----------
-        verb : str
-            The operation for messages, such as ``"list"``.
-        what : callable
-            Returns the object of the operation for messages, such as ``"sessions"``.
-        function : callable
-            The function, which may block.
-        limit : float, optional
-            Time limit of one try, in seconds. Default: the limit of all calls.
-        made : hashable, optional
-            What the function makes. Default: nothing.
 
-        Raises
-        ------
-        CallFailed
-            If all tries fail because of the platform. Other errors are raised unchanged.
-        """
-        # By hand: tenacity would be no shorter, and only one of CML's images has it.
-        begin = time.monotonic()
-        for pause in [*self.pauses(), None]:
-            try:
-                result = await self._run(verb, made, function, limit or self.limit)
-            except Exception as error:  # of the function, which is the platform's
-                if not answers.is_of_the_platform(error):
-                    self.failures.pop(verb, None)
-                    raise
-                words = answers.in_words(error)
-                if pause is None or not answers.may_pass(error):
-                    failure = f"CML did not {verb} {what()}"
-                    if pause is None:
-                        n = self.retries + 1
-                        noun = "try" if n == 1 else "tries"
-                        failure += f" in {n} {noun}, {time.monotonic() - begin:.0f} s"
-                    self.failures[verb] = f"{failure}: {words}"
-                    self.key_refused = answers.refuses_key(error)
-                    raise CallFailed(self.failures[verb]) from error
-                logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what(), pause, words)
-                await asyncio.sleep(pause)
-            else:
-                self.failures.pop(verb, None)
-                self.key_refused = False
-                return result
-        raise AssertionError("unreachable")
+class CallFailed(CMLError):
+    """All tries of a call failed, or its error is permanent. The message contains the platform's error."""
 
-    def pauses(self) -> list[float]:
-        """Return the pauses between tries, in seconds."""
-        steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self.retries)]
-        return [step * random.uniform(0.8, 1.2) for step in steps]
 
-    async def _run(self, verb: str, made: Hashable, function: Callable[[], Any], limit: float) -> Any:
-        under_way, since = self._under_way, time.monotonic() - _LOST_AFTER
-        hanging = [future for future, call in under_way.copy().items() if call[1] == made and call[2] > since]
-        if made is not None and len(hanging) >= _MOST_FOR_ONE:
-            return await self._first_answer(hanging, limit)
-        async with self._slots[verb]:
-            n_under_way = [call[0] for call in under_way.copy().values()].count(verb)
-            if n_under_way >= self.at_once - 1 + _MOST_HANGING:
-                raise NoAnswer(f"{n_under_way} earlier calls have not returned")
-            future = start(function)
-            under_way[future] = verb, made, time.monotonic()
-            future.add_done_callback(under_way.pop)
-            return await self._first_answer([future], limit)
+def may_pass(error: BaseException) -> bool:
+    """Return whether a later try may succeed after this error."""
+    status = _http_status(error)
+    if status is not None:
+        return status >= 500 or status in (401, 408, 429)
+    if isinstance(error, (WrongAnswer, NoAnswer)) or _is_no_json(error):
+        return True
+    # An OSError always comes from outside this program.
+    return not is_missing_key(error) and (isinstance(error, OSError) or not isinstance(error, _OUR_FAULT))
 
-    async def _first_answer(self, futures: Collection[Future[Any]], limit: float) -> Any:
-        # Not wait_for: if the waiting task is cancelled, the threads go on, and nobody may see their errors.
-        waiting = [asyncio.wrap_future(future) for future in futures]
-        for wrapped in waiting:
-            wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
-        answered, _ = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        if answered:
-            return answered.pop().result()
-        self.leave_behind()
-        raise _no_answer(limit)
 
-    def wait_for(self, verb: str, limit: float) -> None:
-        """Block until no call of :meth:`do` with this verb is under way, for some seconds at most."""
-        futures = [future for future, call in self._under_way.copy().items() if call[0] == verb]
-        wait(futures, timeout=max(0.0, limit))
-        self.leave_behind()
+def _http_status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None) or getattr(error, "code", None)
+    return status if isinstance(status, int) else None
 
-    def run_all(self, functions: Collection[Callable[[], Any]], limit: float) -> list[BaseException]:
-        """Call functions concurrently, block until they return, and return the errors."""
-        futures = [start(function) for function in functions]
-        wait(futures, timeout=max(0.0, limit))
-        if not all(future.done() for future in futures):
-            self.leave_behind()
-        errors = [future.exception() if future.done() else _no_answer(limit) for future in futures]
-        return [error for error in errors if error is not None]
 
-    def leave_behind(self) -> None:
-        """Let the interpreter exit without waiting for the platform's own thread pools, if they hang."""
-        frames = sys._current_frames()
-        for thread in [*executors._threads_queues]:  # concurrent/futures/thread.py:17
-            frame = frames.get(thread.ident or 0)
-            stack = traceback.walk_stack(frame) if frame else ()
-            modules = {caller.f_globals.get("__name__") for caller, _ in stack}
-            if thread.daemon and modules & self._modules:
-                compat.leave_pool_thread(thread)
+def refuses_key(error: BaseException) -> bool:
+    """Return whether the platform does not accept this session's key, as after its rotation."""
+    return _http_status(error) == 401
+
+
+def is_of_the_platform(error: BaseException) -> bool:
+    """Return whether the platform caused the error, and not its caller."""
+    return may_pass(error) or is_missing_key(error) or isinstance(error, (OSError, WrongAnswer))
+
+
+def is_missing_key(error: BaseException) -> bool:
+    """Return whether the platform's functions cannot work in this process."""
+    return isinstance(error, RuntimeError) and not isinstance(error, CMLError) and _KEY in str(error)
+
+
+def _is_no_json(error: BaseException) -> bool:
+    # The error of json, simplejson or newer releases of `requests`, for example for a gateway's HTML page.
+    return type(error).__name__ == "JSONDecodeError"
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error as one short line."""
+    if is_missing_key(error):
+        return f"{_KEY} is not set: restart the kernel, or start a new session"
+    if _is_no_json(error):
+        return "the answer is not JSON; CML's gateway may not reach its server"
+    line = next(iter(str(error).splitlines()), "")
+    if not isinstance(error, CMLError):
+        line = f"{type(error).__name__}: {line}".removesuffix(": ")
+    words = printable(shortened(line, _LONGEST))
+    if refuses_key(error):
+        session = f"session {this_owner()}" if this_owner() else "this session"
+        words = (
+            f"CML refuses this session's {_KEY} ({words}); if it was rotated, restart {session}, with which "
+            "its worker sessions end"
+        )
+    return words
+
+
+def has_ended(session: SessionInfo) -> bool:
+    """Return whether a session has ended, in any way. ``stopping`` and ``unknown`` do not count."""
+    return session.get("status") in _ENDED
+
+
+def is_pending(session: SessionInfo) -> bool:
+    """Return whether a session has not started to run: it is queued, or starts."""
+    return session.get("status") in _PENDING
+
+
+def _read(session: SessionInfo) -> SessionInfo:
+    """Return a session with the documented status, and with no URL that is no link.
+
+    Newer releases also write ``ENGINE_RUNNING``.
+    """
+    read = dict(session)
+    if "status" in session:
+        read["status"] = printable(str(session["status"]).lower().removeprefix("engine_"))
+    if "app_url" in session:
+        read["app_url"] = web_link(session["app_url"])
+    return read
+
+
+def time_of(session: SessionInfo, field: str) -> datetime | None:
+    """Return the time in a session's field, such as ``created_at``. Return None if it is unknown."""
+    try:
+        time = datetime.fromisoformat(str(session.get(field)).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return time if time.tzinfo else None
+
+
+def listed(answer: Any) -> list[SessionInfo]:
+    """Return the sessions in the answer of ``list_workers``.
+
+    Raises
+    ------
+    WrongAnswer
+        If the answer is not a list of sessions.
+    """
+    if not isinstance(answer, list) or not all(isinstance(session, Mapping) for session in answer):
+        raise _wrong(answer)
+    return [_read(session) for session in answer if is_session_id(session.get("id"))]
+
+
+def launched(answer: Any) -> SessionInfo:
+    """Return the session in the answer of ``launch_workers(1, …)``: with an id, or a refusal.
+
+    Raises
+    ------
+    WrongAnswer
+        If the answer is neither.
+    """
+    session = answer[0] if isinstance(answer, list) and answer else answer
+    if not isinstance(session, Mapping) or not (session.get("id") or _is_refusal(session)):
+        raise _wrong(session)
+    return _read(session)
+
+
+def reason_of(session: SessionInfo) -> str:
+    """Return why a session is refused, waits or has ended, in the platform's words. Empty if it gives none.
+
+    Where the number of sessions is the reason, advice follows.
+    """
+    reason = _words_of(session)
+    if _PODS.search(_SUBJECT.sub("", reason)):
+        reason += f" ({_FEWER})"
+    return reason
+
+
+def _is_refusal(answer: SessionInfo) -> bool:
+    if answer.get("engineId") or answer.get("k8sMessage"):
+        return True
+    words = str(answer.get("message") or "")
+    return bool(_REFUSAL.search(words)) and not _NO_REFUSAL.search(words)
+
+
+def check_stopped(answer: Any) -> None:
+    """Check the answer of ``stop_workers`` with one id.
+
+    Raises
+    ------
+    WrongAnswer
+        If the answer does not confirm that the session is stopped.
+    """
+    response = next(iter(answer), None) if isinstance(answer, list) else answer
+    code = getattr(response, "status_code", None)
+    if not isinstance(code, int):
+        raise _wrong(response)
+    if code >= 400 and code != 404:  # 404: it has ended already
+        raise WrongAnswer(f"CML answered {code}", code)
+
+
+def _wrong(answer: Any) -> WrongAnswer:
+    words = _words_of(answer) if isinstance(answer, Mapping) else ""
+    code = 401 if _UNAUTHORIZED.search(words) else None
+    return WrongAnswer(words or f"CML answered with a {type(answer).__name__} instead of a session", code)
+
+
+def _words_of(answer: SessionInfo) -> str:
+    words = [str(answer.get(key) or "") for key in ("message", "k8sMessage")]
+    return printable_lines(". ".join(filter(None, words)))
 
 
 def start(function: Callable[[], T]) -> Future[T]:
@@ -194,11 +244,9 @@ def start(function: Callable[[], T]) -> Future[T]:
 
     def call() -> None:
         try:
-            result = function()
+            future.set_result(function())
         except BaseException as error:  # of the function
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     try:
         # Threads of the platform's own pools inherit that they are daemons.
@@ -219,9 +267,10 @@ def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> 
     future = start(functools.partial(function, *arguments))
     wait([future], timeout=seconds)
     if not future.done():
-        raise _no_answer(seconds)
+        raise no_answer(seconds)
     return future.result()
 
 
-def _no_answer(seconds: float) -> NoAnswer:
+def no_answer(seconds: float) -> NoAnswer:
+    """Return the error of a call that did not return in time."""
     return NoAnswer(f"no answer within {seconds:g} s")

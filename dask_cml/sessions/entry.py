@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
-from dask_cml.checks import is_session_id
+from dask_cml.checks import SESSION_ID
 from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, read_name
 from dask_cml.options import SessionSize, exact
 
@@ -20,7 +20,8 @@ from dask_cml.options import SessionSize, exact
 TIME = "[1-9][0-9]{0,11}"
 _NUMBER = "[0-9.e+-]+"
 _SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
-_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({TIME}),(?:{_SIZE})?,({GROUP_NAME.pattern})?", re.ASCII)
+_ID = SESSION_ID.pattern
+_NAME = re.compile(rf"({_ID}),([^,]+),({_ID})?,({TIME}),(?:{_SIZE})?,({GROUP_NAME.pattern})?", re.ASCII)
 _CLUSTER = "@"
 
 
@@ -119,10 +120,7 @@ def parse(name: str, cluster: str) -> Launch:
     prefix = cluster if key.startswith(_CLUSTER) else ""
     key = prefix + unquote(key.removeprefix(_CLUSTER), errors="strict")
     size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
-    launch = Launch(session_id, key, owner or None, int(launched), size, group=group)
-    ids = {session_id, launch.owner or session_id}
-    if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
+    launch = Launch(session_id, key, owner, int(launched), size, group=group)
+    if not key.isprintable() or "/" in key or file_name(launch, cluster) != name:
         raise ValueError(f"{name!a} does not describe a session")
-    if file_name(launch, cluster) != name:
-        raise ValueError(f"{name!a} is not in dask-cml's form")
     return launch

@@ -1,12 +1,16 @@
 """Where this process runs: its platform, its session, its user, and the owner of what it launches.
 
 The owner is the session with which this process's launches end.
+
+On some workbenches, an Istio sidecar in each pod accepts all connections. If the mesh demands its own mutual
+TLS, every connection between pods succeeds, and nothing that Dask sends arrives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import http.client
 import importlib
 import os
 import re
@@ -24,10 +28,6 @@ from dask_cml.errors import NotOnCML
 from dask_cml.layout import CLIENT_NAME, CLUSTER, inside_name
 from dask_cml.words import format_duration
 
-#: A project variable for Spark, by which the platform holds a session back until several can start,
-#: and the variable with which a session starts alone.
-GANG, NO_GANG = "ENV_GANG_MIN_MEMBER", "ENV_DISABLE_GANG_SCHEDULER"
-
 #: The kinds of sessions that have no limit, or whose limit is that of another session.
 _WITHOUT_LIMITS = frozenset({"application", "worker", "model", "experiment"})
 _LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
@@ -39,6 +39,20 @@ SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
 _DASKS_LINK = "{scheme}://{host}:{port}/status"
 _DASHBOARD_PREFIX = "--dashboard-prefix"
 _PORTS = {"http": 80, "https": 443}
+#: The port of the loopback at which a sidecar says whether it is ready.
+MESH_PORT = 15021
+_MESH_TIMEOUT = 2.0
+#: The administrator's commands that show the mode of the mesh, and let other connections pass.
+SHOW_MESH = "kubectl get peerauthentication --all-namespaces"
+PERMIT_MESH = (
+    "kubectl patch peerauthentication <name> -n <namespace> --type merge "
+    """-p '{"spec":{"mtls":{"mode":"PERMISSIVE"}}}'"""
+)
+#: What a sidecar can mean, in sentences.
+MESH_EFFECT = (
+    "An Istio sidecar runs in this session. If the mesh has the mode STRICT, it accepts all connections "
+    "between sessions, but Dask never gets an answer."
+)
 
 
 def served_hosts() -> dict[str, str]:
@@ -218,3 +232,15 @@ def load_platform(platform: str = "auto") -> Any:
         "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
         'platform="local" or set the environment variable DASK_CML__PLATFORM=local'
     )
+
+
+def has_sidecar() -> bool:
+    """Return whether a sidecar runs in this session's pod. Blocks for some seconds at most."""
+    connection = http.client.HTTPConnection("127.0.0.1", MESH_PORT, timeout=_MESH_TIMEOUT)
+    try:
+        connection.request("GET", "/healthz/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):  # nobody listens, or another program
+        return False
+    finally:
+        connection.close()

@@ -33,14 +33,12 @@ from dask_cml.layout import (
     WORKER_GROUP,
     board_file,
     inside_name,
+    log_path,
     scheduler_file,
 )
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options, SessionSize, exact, setting
-from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
-from dask_cml.sessions.here import GANG, NO_GANG
-from dask_cml.sessions.session_logs import log_path
 
 PRELOAD = "dask_cml.scheduler.plugin"
 #: The share of the scratch space that Dask workers may fill, and the variable that tells them.
@@ -49,6 +47,9 @@ _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 _SPILL_FOLDER = "DASK_TEMPORARY_DIRECTORY"
 #: Characters of a record's id in the name of a session on the platform.
 _ID_LENGTH = 6
+#: A project variable for Spark, by which the platform holds a session back until several can start,
+#: and the variable with which a session starts alone.
+_GANG, _NO_GANG = "ENV_GANG_MIN_MEMBER", "ENV_DISABLE_GANG_SCHEDULER"
 #: The program of a session, which the session's kernel runs by its path.
 _WRAPPER = Path(__file__).parent.parent / "wrapper.py"
 
@@ -141,7 +142,7 @@ def plan_scheduler(
         session["dashboard_variable"] = DASHBOARD_PORT
     else:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
-    arguments += [*tls.arguments(place.security, "scheduler"), *_preloads("scheduler", "--preload", PRELOAD)]
+    arguments += [*_keys(place.security, "scheduler"), *_preloads("scheduler", "--preload", PRELOAD)]
     env = {HOSTS: ",".join(setting("forward-hosts")), **options.env}
     if place.record is None:
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
@@ -202,7 +203,7 @@ def plan_worker(
         arguments += ["--resources", " ".join(f"{name}={exact(share)}" for name, share in shares.items())]
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
-    arguments += tls.arguments(place.security, "worker")
+    arguments += _keys(place.security, "worker")
     env |= {WORKER: name, WORKER_GROUP: group, **options.env}
     return _plan(options, place, name, command, arguments, options.worker_args, env, session, group)
 
@@ -226,6 +227,17 @@ def _gpus(options: Options) -> dict[str, str]:
         return {}
     shares = [gpus[i::n] or [i % len(gpus)] for i in range(n)]
     return {GPUS: " ".join(",".join(map(str, share)) for share in shares)}
+
+
+def _keys(security: Security | None, role: str) -> list[str]:
+    """Return the arguments with a cluster's keys of ``dask scheduler`` or ``dask worker``."""
+    if security is None:
+        return []
+    tls = security.get_tls_config_for_role(role)
+    arguments = ["--protocol", "tls"]
+    for name in ("ca_file", "cert", "key"):
+        arguments += [f"--tls-{name.replace('_', '-')}", tls[name]]
+    return arguments
 
 
 def _preloads(kind: str, argument: str, module: str) -> list[str]:
@@ -295,8 +307,8 @@ def _plan(
     session["expanded_variables"] = EXPANDED
     code = session_code(f"{role} of the Dask cluster {options.name!r}", session)
     own = {"PYTHONUNBUFFERED": "1"}
-    if os.environ.get(GANG):
-        own[NO_GANG] = "true"
+    if os.environ.get(_GANG):
+        own[_NO_GANG] = "true"
     env = {**own, **{variable: text for variable, text in env.items() if variable not in expanded}}
     if expanded:
         env[EXPANDED] = json.dumps(expanded)

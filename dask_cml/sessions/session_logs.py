@@ -10,16 +10,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from dask_cml.checks import message
 from dask_cml.errors import CMLError
-from dask_cml.layout import LOGS_FOLDER
+from dask_cml.layout import LOG_SUFFIX, OWN_LOG
 from dask_cml.private_files import open_regular
 from dask_cml.words import printable
 
 #: The headings of the cluster's own log and the scheduler's. The other headings are the workers' names.
 CLUSTER, SCHEDULER = "Cluster", "Scheduler"
-#: The name of the cluster's own log, in place of a session's name.
-OWN = "cluster"
-_SUFFIX = ".log"
 #: The beginning of the line that ends the output of a lost session. Another session may go on with its log.
 LOST = "[lost: "
 #: Number of bytes, from the end of a log, that the first reading returns, and of the longest line.
@@ -34,24 +32,6 @@ _NUMBER = re.compile(r"([0-9]+)", re.ASCII)
 _WARNINGS = ("WARNING", "ERROR", "CRITICAL")
 #: Bytes of a part of a log, and of the end of a log that contains its last lines.
 _PART, _END = 2**16, 2**13
-
-
-def log_folder(folder: Path, log_directory: str | None) -> Path:
-    """Return the folder of a cluster's logs. A `log_directory` has a folder for every cluster.
-
-    Parameters
-    ----------
-    folder : Path
-        The cluster's folder.
-    log_directory : str or None
-        The cluster's option `log_directory`.
-    """
-    return Path(log_directory, folder.name) if log_directory else folder / LOGS_FOLDER
-
-
-def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
-    """Return the path of the log of a session with this name, see :func:`log_folder`."""
-    return log_folder(folder, log_directory) / (session + _SUFFIX)
 
 
 def _in_words(name: str) -> list[str | int]:
@@ -114,12 +94,12 @@ class SessionLogs:
     cluster : str
         The cluster's name.
     folder : Path
-        The folder of its logs, see :func:`log_folder`.
+        The folder of its logs, see :func:`dask_cml.layout.log_folder`.
     """
 
     def __init__(self, cluster: str, folder: Path) -> None:
-        self._own = folder / (OWN + _SUFFIX)
-        self._scheduler = folder / f"{cluster}-scheduler{_SUFFIX}"
+        self._own = folder / (OWN_LOG + LOG_SUFFIX)
+        self._scheduler = folder / f"{cluster}-scheduler{LOG_SUFFIX}"
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
 
@@ -132,9 +112,11 @@ class SessionLogs:
         first = {CLUSTER: self._own, SCHEDULER: self._scheduler}
         paths = {name: path for name, path in first.items() if path.name in files}
         # A subclass may name workers as it likes, but nothing else writes logs into this folder.
-        others = {file for file in files if file.endswith(_SUFFIX)} - {path.name for path in first.values()}
-        for session in sorted((file.removesuffix(_SUFFIX) for file in others), key=_in_words):
-            paths[session] = self._scheduler.with_name(session + _SUFFIX)
+        others = {file for file in files if file.endswith(LOG_SUFFIX)} - {
+            path.name for path in first.values()
+        }
+        for session in sorted((file.removesuffix(LOG_SUFFIX) for file in others), key=_in_words):
+            paths[session] = self._scheduler.with_name(session + LOG_SUFFIX)
         return paths
 
     def choose(self, workers: Iterable[str], launched: Iterable[str] = ()) -> list[str]:
@@ -155,11 +137,10 @@ class SessionLogs:
         known = dict.fromkeys([CLUSTER, SCHEDULER, *self.paths(), *launched])
         chosen: dict[str, None] = {}
         for worker in workers:
-            process = _PROCESS.search(worker)
-            names = (worker, worker.capitalize(), worker[: process.start()] if process else worker)
+            names = (worker, worker.capitalize(), _PROCESS.sub("", worker))
             session = next((name for name in names if name in known), None)
             if session is None:
-                raise ValueError(f"invalid worker {worker!r}: expected one of {', '.join(known)}")
+                raise ValueError(message("workers", worker, f"one of {', '.join(known)}"))
             chosen[session] = None
         return [*chosen]
 

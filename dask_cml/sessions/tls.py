@@ -17,7 +17,7 @@ from typing import Any
 from distributed.comm.addressing import parse_address
 from distributed.security import Security
 
-from dask_cml import rpc
+from dask_cml import protocol
 from dask_cml.errors import reason_of
 from dask_cml.private_files import make_folder, read_file, regular
 
@@ -160,7 +160,7 @@ def connection_args(security: Security | None, address: str) -> dict[str, Any]:
 
 
 async def ask(address: str, security: Security | None, op: str, timeout: float, /, **arguments: Any) -> Any:
-    """Call a handler of a scheduler with a cluster's keys, see :func:`dask_cml.rpc.ask`.
+    """Call a handler of a scheduler with a cluster's keys, see :func:`dask_cml.protocol.ask`.
 
     Raises
     ------
@@ -170,15 +170,4 @@ async def ask(address: str, security: Security | None, op: str, timeout: float, 
         If the handler raises an exception.
     """
     keys = await asyncio.to_thread(connection_args, security, address)
-    return await rpc.ask(address, keys, op, timeout, **arguments)
-
-
-def arguments(security: Security | None, role: str) -> list[str]:
-    """Return the command-line arguments of ``dask scheduler`` or ``dask worker``."""
-    if security is None:
-        return []
-    tls = security.get_tls_config_for_role(role)
-    arguments = ["--protocol", "tls"]
-    for field in ("ca_file", "cert", "key"):
-        arguments += [f"--tls-{field.replace('_', '-')}", tls[field]]
-    return arguments
+    return await protocol.ask(address, keys, op, timeout, **arguments)

@@ -1,28 +1,48 @@
 """The Workers API of the platform, asynchronous, with an account of every session that must be stopped.
 
-Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform.
+Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform. A call may never return.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread as executors
 import contextlib
 import functools
 import inspect
-import threading
+import random
+import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from dask_cml import compat
 from dask_cml.checks import is_session_id, message
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
 from dask_cml.output import get_logger
-from dask_cml.sessions import answers, labels
-from dask_cml.sessions.answers import CallFailed, NoAnswer, NotAllStopped, SessionInfo, has_ended, may_pass
-from dask_cml.sessions.calls import Calls, start
+from dask_cml.sessions.api_v2 import PARAMETERS, resolved
+from dask_cml.sessions.calls import (
+    CallFailed,
+    NoAnswer,
+    SessionInfo,
+    check_stopped,
+    has_ended,
+    in_words,
+    is_of_the_platform,
+    launched,
+    listed,
+    may_pass,
+    no_answer,
+    reason_of,
+    refuses_key,
+    start,
+)
 from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.plan import SessionPlan
 
@@ -30,10 +50,15 @@ __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "load_platform"]
 
 logger = get_logger(__name__)
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
+#: Maximum number of hanging calls with one verb, in addition to those that are made at once. At this number,
+#: new calls with this verb fail until one returns.
+_MOST_HANGING = 64
+#: Maximum number of calls under way that make one thing, such as the session of a worker: all of them may
+#: still come true, long after their time limit. After so many seconds, a call is lost.
+_MOST_FOR_ONE, _LOST_AFTER = 2, 3600.0
 #: Seconds within which stopped sessions usually end.
 _STOPPED_WITHIN = 30.0
-#: Number of sessions that one call stops within its time limit. The platform stops ten at once.
-_IN_TIME = 1000
 #: The sessions that this process has stopped on every platform, and that may not have ended.
 _stopping: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -60,11 +85,14 @@ class WorkersAPI:
     stopped : set of str
         The ids of the sessions that were stopped here, and whose end is not in the record yet.
     launched : set of str
-        The ids of all sessions that were launched or adopted here.
+        The ids of all sessions that were launched or adopted here. Threads share these three without a lock,
+        which a signal's handler could wait for: each change is one step.
     threads : int
         Maximum number of concurrent calls of one function.
     failures : dict of str to str
         The current failures of operations by their verbs: ``"launch"``, ``"list"``, ``"stop"``.
+    key_refused : bool
+        Whether the platform has refused this session's key in all tries of the last operation.
 
     Raises
     ------
@@ -86,24 +114,28 @@ class WorkersAPI:
     """
 
     def __init__(self, module: Any) -> None:
-        functions = ("launch_workers", "list_workers", "stop_workers")
-        modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
         self.module = module
         self.threads: int = setting("api.threads")
         self.live: dict[str, str] = {}
         self.stopped: set[str] = set()
         self.launched: set[str] = set()
-        self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
-        self.failures = self._calls.failures
-        self._interval = setting("api.poll-interval")
+        self.failures: dict[str, str] = {}
+        self.key_refused = False
+        self._limit: float = setting("api.timeout")
+        self._retries: int = setting("api.retries")
+        self._interval: float = setting("api.poll-interval")
+        #: The calls that have not returned, including abandoned ones: their verb, what they make, and when
+        #: they began.
+        self._under_way: dict[Future[Any], tuple[str, Hashable, float]] = {}
+        #: What launches that failed have launched by now, or will: the next one uses it while it lives.
+        self._late = defaultdict[Hashable, list[SessionInfo]](list)
+        #: By verbs, so that launches that hang delay no stop.
+        self._slots = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(self.threads))
+        #: The listing that runs, or that nobody has waited for until its end.
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
-        #: A listing that nobody has waited for until its end.
-        self._late: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
         self._stopping = _stopping.setdefault(module, set())
         self._ended = self._left = False
-        #: Guards what threads share.
-        self._lock = threading.Lock()
 
     @property
     def problem(self) -> str | None:
@@ -113,11 +145,6 @@ class WorkersAPI:
     def settle(self, verb: str) -> None:
         """Forget the failure of an operation, because nothing is left to launch or to stop."""
         self.failures.pop(verb, None)
-
-    @property
-    def key_refused(self) -> bool:
-        """Whether the platform refuses this session's key, so that no call succeeds."""
-        return self._calls.key_refused
 
     @property
     def shares_host_network(self) -> bool:
@@ -135,8 +162,7 @@ class WorkersAPI:
         parameters = inspect.signature(self.module.launch_workers).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
-        known = labels.PARAMETERS
-        if unknown := sorted(name for name in names if known.get(name, name) not in parameters):
+        if unknown := sorted(name for name in names if PARAMETERS.get(name, name) not in parameters):
             raise ValueError(
                 f"invalid {argument} {', '.join(map(repr, unknown))}: expected parameters of the installed "
                 f"launch_workers: {', '.join(parameters)}"
@@ -152,8 +178,8 @@ class WorkersAPI:
         CMLError
             If the platform does not say the labels.
         """
-        if not labels.PARAMETERS.keys().isdisjoint(options):
-            await self._calls.do("list", lambda: "labels", lambda: labels.resolved(options, argument))
+        if not PARAMETERS.keys().isdisjoint(options):
+            await self._do("list", "labels", lambda: resolved(options, argument))
 
     # -- launch
 
@@ -170,20 +196,19 @@ class WorkersAPI:
             If ``launch_workers`` does not support one of the options.
         """
         self.check_options(plan.launch_options)
-        stopping = self._stopping.copy()
+        stopping, made = self._stopping.copy(), (plan.name, plan.code)
+        call = functools.partial(self._launch_now, plan, self._late[made])
+        launch = functools.partial(self._do, "launch", plan.name, call, made)
         try:
-            return await self._launch(plan)
+            session = await launch()
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
             stopping |= self._stopping
             if not stopping or not await self._have_ended(stopping):
                 raise
-            return await self._launch(plan)
-
-    async def _launch(self, plan: SessionPlan) -> SessionInfo:
-        launched: list[SessionInfo] = []
-        launch = functools.partial(self._launch_now, plan, launched)
-        return await self._calls.do("launch", lambda: plan.name, launch, made=(plan.name, plan.code))
+            session = await launch()
+        self._late.pop(made, None)
+        return session
 
     def _launch_now(self, plan: SessionPlan, launched: list[SessionInfo]) -> SessionInfo:
         """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile.
@@ -191,25 +216,25 @@ class WorkersAPI:
         A session that comes too late, or second, stays in :attr:`live`, and its cluster stops what it does
         not use: a scheduler may run in it.
         """
+        session = next((late for late in [*launched] if late["id"] in self.live), None)
         try:
-            if not launched and not self._ended:
-                launched.append(self._ask_for(plan))
+            if session is None and not self._ended:
+                session = self._ask_for(plan)
+                launched.append(session)
         finally:
             if self._ended and not self._left:  # perhaps end() did not wait for this call
                 start(self.end)
-        if self._ended:
+        if session is None or self._ended:
             raise CMLError(f"{plan.name} not launched: the cluster has shut down")
-        return launched[0]
+        return session
 
     def _ask_for(self, plan: SessionPlan) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
-        options = {**asdict(plan.size), **labels.resolved(plan.launch_options)}
+        options = {**asdict(plan.size), **resolved(plan.launch_options)}
         # Not every release documents it, or has it.
         if "name" in inspect.signature(self.module.launch_workers).parameters:
             options["name"] = plan.title
-        session = answers.launched(
-            self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options)
-        )
+        session = launched(self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options))
         if session.get("id"):
             self.adopt(session["id"], plan.name)
             return session
@@ -218,9 +243,9 @@ class WorkersAPI:
         if is_session_id(engine):
             self.adopt(engine, plan.name)
             with contextlib.suppress(Exception):  # of the platform: end() tries again
-                self._stop_now([engine])
+                self._stop_now(engine)
             self._stopping.discard(engine)  # its end makes no room for another try
-        raise LaunchRefused(plan.name, answers.reason_of(session) or "no reason given")
+        raise LaunchRefused(plan.name, reason_of(session) or "no reason given")
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take over a session, also one that another process launched.
@@ -232,64 +257,52 @@ class WorkersAPI:
         """
         if not is_session_id(session_id):
             raise ValueError(message("session id", session_id, "letters and digits"))
-        with self._lock:
-            self.live[session_id] = name
-            self.launched.add(session_id)
+        self.live[session_id] = name
+        self.launched.add(session_id)
 
     def forget(self, *ids: str) -> None:
         """Leave sessions to other processes."""
-        with self._lock:
-            for session_id in ids:
-                self.live.pop(session_id, None)
+        for session_id in ids:
+            self.live.pop(session_id, None)
 
     # -- list
 
     async def sessions(self) -> dict[str, SessionInfo]:
-        """Return the sessions by id, from the next call of ``list_workers``.
+        """Return the sessions by id, as :meth:`sessions_within` does, however long the platform needs."""
+        return await self.sessions_within(None) or {}
 
-        All coroutines that wait share one call. Without any, the platform is not called.
+    async def sessions_within(self, seconds: float | None) -> dict[str, SessionInfo] | None:
+        """Return the sessions by id, from the next call of ``list_workers``. None: it needs longer.
 
-        Raises
-        ------
-        CMLError
-            If all calls fail, or :meth:`close` is called meanwhile.
-        """
-        task = self._begin_listing()
-        await asyncio.wait([task])
-        return _result(task)
-
-    async def sessions_within(self, seconds: float) -> dict[str, SessionInfo] | None:
-        """Return the sessions as :meth:`sessions` does, or None if the platform needs longer.
-
-        The next call returns the late answer, or raises its error.
+        All coroutines that wait share one call. Without any, the platform is not called. If nobody has waited
+        for the answer until it came, the next call returns it, or raises its error.
 
         Raises
         ------
         CMLError
             If all calls fail, or :meth:`close` is called meanwhile.
         """
-        task = self._late = self._late or self._begin_listing()
-        await asyncio.wait([task], timeout=seconds)
-        if not task.done():
-            return None
-        if self._late is task:
-            self._late = None
-        return _result(task)
-
-    def _begin_listing(self) -> asyncio.Task[dict[str, SessionInfo]]:
-        if self._listing is None or self._listing.done():
+        if self._listing is None:
             self._listing = asyncio.create_task(self._list())
             # If nobody waits any more, nobody retrieves its error.
             self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._listing
+        task = self._listing
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            return None
+        if self._listing is task:
+            self._listing = None
+        if task.cancelled():  # by close(); the waiting task is not cancelled
+            raise CMLError("sessions not listed: the cluster has shut down")
+        return task.result()
 
     async def _list(self) -> dict[str, SessionInfo]:
         await asyncio.sleep(self._next_listing - time.monotonic())
         self._next_listing = time.monotonic() + self._interval
-        return await self._calls.do("list", lambda: "sessions", self._list_now)
+        return await self._do("list", "sessions", self._list_now)
 
     def _list_now(self) -> dict[str, SessionInfo]:
-        sessions = {session["id"]: session for session in answers.listed(self.module.list_workers())}
+        sessions = {session["id"]: session for session in listed(self.module.list_workers())}
         for session in self._stopping.copy():
             if session not in sessions or has_ended(sessions[session]):
                 self._stopping.discard(session)
@@ -307,76 +320,48 @@ class WorkersAPI:
     # -- stop
 
     async def stop(self, *ids: str) -> None:
-        """Stop sessions of :attr:`live`, in one call. If it stops only some of them, stop them one by one.
+        """Stop sessions of :attr:`live`, each by a call of its own.
 
         Raises
         ------
         CMLError
-            If the platform does not stop some of them. The message names one of these, and their number.
+            If the platform does not stop some of them. The message names one of these.
         """
 
-        def left() -> list[str]:
-            return [session_id for session_id in ids if session_id in self.live]
-
-        def what() -> str:
-            first, *others = left() or ids
-            return f"{first} and {len(others)} more" if others else first
-
-        try:
-            await self._calls.do("stop", what, lambda: self._stop_now(left()), self._time_to_stop(ids))
-        except CallFailed:
-            if left():
-                raise
-            self.settle("stop")  # an abandoned call has stopped them meanwhile
-
-    def _stop_now(self, ids: Collection[str]) -> None:
-        """Stop sessions by one blocking call or, if it stops only some, one by one. Without ids, do nothing.
-
-        Raises
-        ------
-        Exception
-            An error from the platform, or WrongAnswer if it does not stop the sessions.
-        """
-        if not ids:  # the platform would stop all sessions of the user, including other work
-            return
-        try:
-            answers.check_stopped(ids, self.module.stop_workers(*ids))
-        except NotAllStopped:
-            if len(ids) == 1:
-                raise
-            self._stop_one_by_one(ids)
-            return
-        self.forget(*ids)
-        self._stopping.update(ids)
-        with self._lock:
-            self.stopped.update(ids)
-
-    def _stop_one_by_one(self, ids: Collection[str]) -> None:
-        """Stop sessions one by one, to know the sessions that the platform does not stop."""
-        errors = []
-        for session_id in ids:
+        async def stop(session_id: str) -> None:
+            self._late.clear()  # no launch uses a session that is being stopped
             try:
-                self._stop_now([session_id])
-            except Exception as error:  # of the platform: the other sessions are stopped nevertheless
-                errors.append(error)
-        if errors:
-            raise next(filter(may_pass, errors), errors[-1])
+                await self._do("stop", session_id, functools.partial(self._stop_now, session_id))
+            except CallFailed:
+                if session_id in self.live:
+                    raise
+                self.settle("stop")  # an abandoned call has stopped it meanwhile
 
-    def _time_to_stop(self, ids: Collection[str]) -> float:
-        """Return the time limit of one call that stops these sessions, in seconds."""
-        return self._calls.limit * (1 + len(ids) // _IN_TIME)
+        outcomes = await asyncio.gather(*map(stop, ids), return_exceptions=True)
+        for error in filter(None, outcomes):
+            raise error
+
+    def _stop_now(self, session_id: str) -> None:
+        """Stop a session of :attr:`live` by a blocking call.
+
+        Without its id, the platform would stop all sessions of the user, including other work.
+        """
+        if session_id in self.live:
+            check_stopped(self.module.stop_workers(session_id))
+            self.forget(session_id)
+            self._stopping.add(session_id)
+            self.stopped.add(session_id)
 
     # -- the end
 
     def leave(self) -> None:
         """Launch nothing more, and leave all sessions to other processes, also what is launched late."""
-        with self._lock:
-            self._ended = self._left = True
+        self._left = self._ended = True  # in this order: a thread that sees its end may stop all sessions
         self.forget(*self.live)
         if self._listing is not None:
             self._listing.cancel()
 
-    async def close(self, end: Callable[[], None] | None = None) -> None:
+    async def close(self, end: Callable[[], object] | None = None) -> None:
         """Call :meth:`end`, or `end`, without blocking the event loop."""
         if self._listing is not None:
             self._listing.cancel()
@@ -393,39 +378,133 @@ class WorkersAPI:
         CMLError
             If sessions remain. The message names them.
         """
-        with self._lock:
-            self._ended = True
-        deadline = time.monotonic() + self._calls.limit
-        errors = self._stop_live(self._time_to_stop(self.live) / 2)
+        self._ended = True
+        deadline = time.monotonic() + self._limit
+        errors = self._stop_live(self._limit / 2, self.threads)
         # A launch that is answered from now on stops its session.
-        self._calls.wait_for("launch", deadline - self._calls.limit / 2 - time.monotonic())
+        launches = [future for future, call in self._under_way.copy().items() if call[0] == "launch"]
+        wait(launches, timeout=max(0.0, deadline - self._limit / 2 - time.monotonic()))
+        self._leave_behind()
         hangs = False
         # Calls have failed for long already if the key is refused.
-        for pause in [*([] if self.key_refused else self._calls.pauses()), None]:
+        for pause in [*([] if self.key_refused else self._pauses()), None]:
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
-            limit = self._time_to_stop(self.live) / 2
-            if hangs:
-                limit = max(deadline - time.monotonic(), self._calls.limit / 4)
-            errors = self._stop_live(limit, one_by_one=hangs)
+            limit = max(deadline - time.monotonic(), self._limit / 4) if hangs else self._limit / 2
+            # A call that hangs delays no other.
+            errors = self._stop_live(limit, len(self.live) if hangs else self.threads)
             is_late = hangs and time.monotonic() > deadline
             if pause is None or is_late or not any(map(may_pass, errors)):
                 break
             time.sleep(pause)
         if errors:
-            left, why = ", ".join(sorted(self.live)), answers.in_words(errors[-1])
+            left, why = ", ".join(sorted(self.live)), in_words(errors[-1])
             raise CallFailed(f"CML did not stop {left}, which may still run: {why}") from errors[-1]
 
-    def _stop_live(self, limit: float, *, one_by_one: bool = False) -> list[BaseException]:
-        """Stop all live sessions by one call, or one by one, so that a call that hangs delays no other."""
-        with self._lock:
-            ids = sorted(self.live)
-        groups = [[session] for session in ids] if one_by_one else [ids]
-        stops = [lambda group=group: self._stop_now(group) for group in groups]
-        errors = self._calls.run_all(stops, limit)
-        return errors if self.live else []  # a call that hung may have succeeded meanwhile
+    def _stop_live(self, limit: float, n_threads: int) -> list[BaseException]:
+        """Stop all live sessions in some threads, each of them one after the other. Return the errors."""
+        ids, errors = iter(sorted(self.live)), list[BaseException]()
 
+        def stop() -> None:
+            for session_id in ids:
+                try:
+                    self._stop_now(session_id)
+                except Exception as error:  # of the platform: the other sessions are stopped nevertheless
+                    errors.append(error)
 
-def _result(listing: asyncio.Task[dict[str, SessionInfo]]) -> dict[str, SessionInfo]:
-    if listing.cancelled():  # by close(); the waiting task is not cancelled
-        raise CMLError("sessions not listed: the cluster has shut down")
-    return listing.result()
+        futures = [start(stop) for _ in range(min(n_threads, len(self.live)))]
+        wait(futures, timeout=max(0.0, limit))
+        if not all(future.done() for future in futures):
+            self._leave_behind()
+            errors.append(no_answer(limit))
+        return [*errors] if self.live else []  # a call that hung may have succeeded meanwhile
+
+    # -- calls
+
+    async def _do(self, verb: str, what: str, function: Callable[[], Any], made: Hashable = None) -> Any:
+        """Call a function without blocking the event loop. Retry while the error is temporary.
+
+        If too many calls that make one thing hang, a retry makes no call, but waits for these.
+
+        Parameters
+        ----------
+        verb : str
+            The operation for messages, such as ``"list"``.
+        what : str
+            The object of the operation for messages, such as ``"sessions"``.
+        function : callable
+            The function, which may block.
+        made : hashable, optional
+            What the function makes. Default: nothing.
+
+        Raises
+        ------
+        CallFailed
+            If all tries fail because of the platform. Other errors are raised unchanged.
+        """
+        # By hand: tenacity would be no shorter, and only one of CML's images has it.
+        begin, pauses = time.monotonic(), self._pauses()
+        while True:
+            try:
+                result = await self._run(verb, made, function)
+            except Exception as error:  # of the function, which is the platform's
+                if not is_of_the_platform(error):
+                    self.failures.pop(verb, None)
+                    raise
+                words = in_words(error)
+                if pauses and may_pass(error):
+                    logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what, pauses[0], words)
+                    await asyncio.sleep(pauses.pop(0))
+                    continue
+                failure = f"CML did not {verb} {what}"
+                if not pauses:
+                    n = self._retries + 1
+                    noun = "try" if n == 1 else "tries"
+                    failure += f" in {n} {noun}, {time.monotonic() - begin:.0f} s"
+                self.failures[verb] = f"{failure}: {words}"
+                self.key_refused = refuses_key(error)
+                raise CallFailed(self.failures[verb]) from error
+            self.failures.pop(verb, None)
+            self.key_refused = False
+            return result
+
+    def _pauses(self) -> list[float]:
+        """Return the pauses between tries, in seconds."""
+        steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self._retries)]
+        return [step * random.uniform(0.8, 1.2) for step in steps]
+
+    async def _run(self, verb: str, made: Hashable, function: Callable[[], Any]) -> Any:
+        under_way, since = self._under_way, time.monotonic() - _LOST_AFTER
+        hanging = [future for future, call in under_way.copy().items() if call[1] == made and call[2] > since]
+        if made is not None and len(hanging) >= _MOST_FOR_ONE:
+            return await self._first_answer(hanging)
+        async with self._slots[verb]:
+            n_under_way = [call[0] for call in under_way.copy().values()].count(verb)
+            if n_under_way >= self.threads - 1 + _MOST_HANGING:
+                raise NoAnswer(f"{n_under_way} earlier calls have not returned")
+            future = start(function)
+            under_way[future] = verb, made, time.monotonic()
+            future.add_done_callback(under_way.pop)
+            return await self._first_answer([future])
+
+    async def _first_answer(self, futures: Collection[Future[Any]]) -> Any:
+        # Not wait_for: if the waiting task is cancelled, the threads go on, and nobody may see their errors.
+        waiting = [asyncio.wrap_future(future) for future in futures]
+        for wrapped in waiting:
+            wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
+        answered, _ = await asyncio.wait(waiting, timeout=self._limit, return_when=asyncio.FIRST_COMPLETED)
+        if answered:
+            return answered.pop().result()
+        self._leave_behind()
+        raise no_answer(self._limit)
+
+    def _leave_behind(self) -> None:
+        """Let the interpreter exit without waiting for the platform's own thread pools, if they hang."""
+        functions = ("launch_workers", "list_workers", "stop_workers")
+        of_platform = {getattr(getattr(self.module, name, None), "__module__", "") for name in functions}
+        frames = sys._current_frames()
+        for thread in [*executors._threads_queues]:  # concurrent/futures/thread.py:17
+            frame = frames.get(thread.ident or 0)
+            stack = traceback.walk_stack(frame) if frame else ()
+            modules = {caller.f_globals.get("__name__") for caller, _ in stack}
+            if thread.daemon and modules & of_platform:
+                compat.leave_pool_thread(thread)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
+from dask_cml.core.start import start
 from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
 from dask_cml.options import setting
 from dask_cml.output import get_logger
-from dask_cml.protocol import Rank
+from dask_cml.protocol import NO_ANSWER, Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler.resident import WHO
-from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.calls import CallFailed
+from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sharing.keeper import Keeper
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 from dask_cml.words import first_line
@@ -145,7 +148,7 @@ class Failover:
 
         The platform lists them only in the session that launched them. So they have not ended with that one.
         """
-        if not self._cluster._is_keeper or scheduler.info.get("status") != "stopped":
+        if not self._cluster.sharing.is_keeper or scheduler.info.get("status") != "stopped":
             return False
         try:
             listing = await self._cluster.api.sessions()
@@ -201,6 +204,8 @@ class Failover:
                 await asyncio.sleep(timing.retry)
                 continue
             last = record.scheduler
+            if cluster.sharing.is_keeper and last.term > cluster.sharing.keeper.term:
+                await cluster.sharing.yield_cluster()  # another process has kept the cluster meanwhile
             if last.number != number:
                 number, since = last.number, time.monotonic()
             is_next = number > cluster.place.number
@@ -210,7 +215,7 @@ class Failover:
                 await asyncio.sleep(timing.retry)
                 continue
             if (is_next or unreached) and last.address is not None:
-                await cluster.sharing.follow_other(record)
+                await self._follow(record)
                 return
             if self._is_to_launch(last, time.monotonic() - since):
                 # A file system may fail between the claim of this process and its launch.
@@ -239,16 +244,16 @@ class Failover:
             patience = self._cluster.options.pending_timeout + self._cluster.options.scheduler_timeout
             if waited < patience and (last.maker is None or last.maker.lives() is not False):
                 return False  # another process launches it, and it has time left to start
-        # The process in the scheduler's session ends with that. Another keeper goes first.
-        is_orphaned = last.manager == WHO or waited > timing.succession
-        return self._cluster._is_keeper or (is_orphaned and self._link.rank in (Rank.OWNER, Rank.USER))
+        # The process in the scheduler's session ends with that. Another keeper, if there is any, goes first.
+        is_orphaned = last.rank is Rank.RESIDENT or last.manager is None or waited > timing.succession
+        return self._cluster.sharing.is_keeper or (is_orphaned and self._link.rank in (Rank.OWNER, Rank.USER))
 
     async def _answers(self, record: Record) -> bool:
         """Return whether the scheduler answers, although its session seems to have ended."""
         expected = {"record": record.id, "number": record.scheduler.number}
         with contextlib.suppress(*NO_ANSWER, CMLError):
-            hello = await self._link.hello(timing.retry)
-            return expected.items() <= hello.items()
+            hello = await self._link.ask(protocol.HELLO, timing.retry)
+            return isinstance(hello, Mapping) and expected.items() <= hello.items()
         return False
 
     async def _launch_next(self, record: Record, why: str, not_lost: bool) -> bool:
@@ -281,4 +286,68 @@ class Failover:
         latest = await self._read(record, why)
         if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
             return False
-        return await self._cluster.sharing.launch_next(record, why, restarts, limit)
+        return await self._launch(record, why, restarts, limit)
+
+    async def _follow(self, record: Record) -> None:
+        """Follow the last scheduler in the record as soon as it answers, which another process may keep."""
+        cluster, sharing = self._cluster, self._cluster.sharing
+        if sharing.is_keeper:
+            await sharing.yield_cluster()
+        if record.scheduler.number > cluster.place.number:
+            cluster._tell(
+                f"Cluster {record.name} follows another scheduler, which another process has launched"
+            )
+        sharing.enter(record)
+
+    async def _launch(self, record: Record, why: str, restarts: int, limit: int) -> bool:
+        """Launch the next scheduler and all workers. Return False if another process does."""
+        cluster, sharing, last = self._cluster, self._cluster.sharing, record.scheduler
+        lost_at = self._since or time.monotonic()
+        cluster.groups.given(await asyncio.to_thread(store.given_names, record))
+        anew = not sharing.is_keeper
+        keeper = Keeper(cluster, self._link, record, last.term, taken=0) if anew else sharing.keeper
+        # Before the claim, whose file says what is wanted after the mail. If another process claims it, that
+        # one has the same mail, and this one follows. If the lost scheduler answers, the report says `taken`.
+        keeper.go_on(last, anew=anew)
+        number, board = last.number + 1, keeper.first_board(last, restarts)
+        if not await asyncio.to_thread(store.claim_scheduler, record, number, board):
+            return False
+        keeper.term = board["term"]
+        sharing.keep(keeper)
+        lost = cluster.scheduler
+        if isinstance(lost, CMLScheduler) and last.number == cluster.place.number:
+            log = await lost.last_lines()
+            loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=lost.reported)
+            await lost.note_loss(loss)
+            if lost.session_id is not None and lost.session_id == last.session:
+                why = loss.words
+        cluster._tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
+        cluster._tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
+        await cluster._stop_looking()
+        await cluster.connection.unsubscribe()
+        self._link.forget()
+        cluster.connection.forget_workers()
+        async with cluster._lock:
+            await self._stop_all(record, keeper)
+            cluster._move(replace(cluster.place, number=number))
+            self._link.rank = Rank.OWNER  # the next sessions belong to this one
+            keeper.renew()
+            await start(cluster, strict=False)
+        cluster._begin_looking()
+        cluster._tell(
+            f"Cluster {record.name} connected to another scheduler after {time.monotonic() - lost_at:.0f} s"
+        )
+        return True
+
+    async def _stop_all(self, record: Record, keeper: Keeper) -> None:
+        """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
+        processes, api = self._cluster.processes, self._cluster.api
+        launched = processes.launched
+        await keeper.journal.write(launched)
+        latest = await asyncio.to_thread(store.refreshed, record)
+        await processes.close_others()
+        await processes.cancel("retire")
+        for session, name in latest.sessions.items():
+            api.adopt(session, name)
+        await processes.stop({*api.live})
+        await keeper.journal.write(launched)

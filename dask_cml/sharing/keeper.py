@@ -1,36 +1,46 @@
-"""What the keeper of a cluster does for the others: it carries out their mail, and reports."""
+"""What a process does for a cluster: a keeper carries out mail and reports, a follower shows reports."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import shlex
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from distributed.objects import SchedulerInfo
 
 from dask_cml import protocol
-from dask_cml.core.view import View, own_sessions, own_view
-from dask_cml.core.workers import connected_names, said_by
-from dask_cml.errors import CMLError
+from dask_cml.cancellation import to_the_end
+from dask_cml.checks import is_session_id
+from dask_cml.core.connection import with_numbers
+from dask_cml.core.workers import connected_names, said_by_workers
+from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.output import get_logger
+from dask_cml.protocol import View
 from dask_cml.records import store
-from dask_cml.records.record import Record
-from dask_cml.scheduler.board import Letter, WantedGroup
+from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.records.store import end_file
+from dask_cml.scheduler.board import Letter, Report, after_mail
 from dask_cml.scheduler.lifetime import NOTICE
-from dask_cml.sharing.journal import Journal
-from dask_cml.sharing.link import BoardState, Link
-from dask_cml.sharing.report import Report
+from dask_cml.sessions.calls import time_of
+from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.here import this_owner
+from dask_cml.sessions.plan import SessionPlan
+from dask_cml.sessions.process import CMLProcess, CMLScheduler, Session
+from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 from dask_cml.words import printable_lines, shortened
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
+
 
 logger = get_logger(__name__)
 
@@ -38,6 +48,125 @@ logger = get_logger(__name__)
 _MOST_EVENTS = 10_000
 #: Maximum number of characters of a line for clients.
 _LONGEST_LINE = 2000
+#: Dask workers whose description a process reads in a second, at most.
+_DESCRIPTIONS = 500
+
+
+class Journal:
+    """Enters the sessions of a keeper into the cluster's record as soon as their ids are known.
+
+    Parameters
+    ----------
+    api : WorkersAPI
+        Knows all sessions that this process has launched or adopted, and has stopped.
+    record : Record
+        The cluster's record.
+
+    Attributes
+    ----------
+    gone : bool
+        Whether the record did not exist any more at the last write, because another process deleted the
+        cluster.
+    """
+
+    def __init__(self, api: WorkersAPI, record: Record) -> None:
+        self.gone = False
+        self._api = api
+        self._record = record
+        self._written = {*record.launches}
+        #: Launched processes that are not in the record yet.
+        self._entering: list[CMLProcess] = []
+        #: Sessions of no process at the last write.
+        self._unused: set[str] = set()
+        #: Why and when sessions ended by themselves, by their ids.
+        self._ends: dict[str, tuple[int, str]] = {}
+        #: Why the last write failed. The next one tries again, and only another reason is logged.
+        self._failure: str | None = None
+        self._lock = asyncio.Lock()
+
+    async def enter(self, process: CMLProcess) -> None:
+        """Write that a session was launched. Callers that wait for each other share one write."""
+        self._entering.append(process)
+        await self._locked(self._enter)
+
+    async def write(self, processes: Iterable[CMLProcess]) -> None:
+        """Write what has changed. Log an error once; the next call tries again.
+
+        Parameters
+        ----------
+        processes : iterable of CMLProcess
+            The scheduler and the workers.
+        """
+        await self._locked(self._write, {str(process.session_id): process for process in processes})
+
+    async def _locked(self, write: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        try:
+            async with self._lock:
+                await write(*arguments)
+            self.gone, self._failure = False, None
+        except NoSuchCluster:
+            self.gone = True
+            logger.info(
+                "Record of cluster %s removed: another process deletes the cluster", self._record.name
+            )
+        except (OSError, CMLError) as error:
+            before, self._failure = self._failure, str(error)
+            if self._failure != before:
+                logger.warning("Record of cluster %s not written: %s", self._record.name, error)
+
+    async def _enter(self) -> None:
+        entering, self._entering = self._entering, []
+        if not entering:
+            return
+        launches = [self._launch(str(process.session_id), process.name, process) for process in entering]
+        await to_the_end(store.write_sessions, self._record, launches)
+        self._written.update(launch.id for launch in launches)
+
+    async def _write(self, processes: dict[str, CMLProcess]) -> None:
+        sessions, now = self._api.live.copy(), int(time.time())
+        new = {session: name for session, name in sessions.items() if session not in self._written}
+        # The process of a session may not know of it yet. An engine of a refused launch has no process.
+        unused = new.keys() - processes.keys()
+        for session in unused - self._unused:
+            del new[session]
+        self._unused = unused
+        launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
+        for session, process in processes.items():
+            if process.loss is not None or time_of(process.info, "finished_at") is not None:
+                self._ends[session] = _end_of(process)
+        stopped = {*self._api.stopped}
+        ends = []
+        for session in stopped:
+            ended, cause = self._ends.get(session, (now, ""))
+            ends.append(end_file(session, min(now, ended), cause))
+        if launched or ends:
+            # A cancellation waits: ends must not be written before these launches.
+            await to_the_end(store.write_sessions, self._record, launched, ends)
+        self._written = (self._written | new.keys()) - stopped
+        # A late answer of the platform may enter a stopped session once more. Then it is stopped again.
+        self._api.stopped.difference_update(stopped)
+        for session in stopped:
+            self._ends.pop(session, None)
+
+    def _launch(self, session: str, name: str, process: CMLProcess | None) -> Launch:
+        """Return how a session was launched. Without a process, it is the engine of a refused launch."""
+        owner = this_owner() if process is None else process.owner
+        launched = time.time() if process is None else process.since.timestamp()
+        plan: SessionPlan | None = None if process is None else process.plan
+        return Launch(
+            id=session,
+            key=SCHEDULER if isinstance(process, CMLScheduler) else name,
+            owner=owner if is_session_id(owner) else None,
+            launched=int(launched),
+            size=None if plan is None else plan.size,
+            group=None if process is None else process.group,
+        )
+
+
+def _end_of(process: CMLProcess) -> tuple[int, str]:
+    """Return when a session ended, by the platform, and the cause if nobody asked for it."""
+    finished = time_of(process.info, "finished_at")
+    return int(time.time() if finished is None else finished.timestamp()), process.loss or ""
 
 
 class Keeper:
@@ -66,7 +195,8 @@ class Keeper:
         self.term, self.taken = term, taken
         self.journal = Journal(cluster.api, record)
         self._cluster, self._link, self._record = cluster, link, record
-        self._strays: dict[str, float] = {}
+        #: How many looks in a row have found a session that no process uses.
+        self._strays: dict[str, int] = {}
         self._next_strays = 0.0
         self._publishing = asyncio.Lock()
         self._published: dict[str, Any] | None = None
@@ -74,29 +204,46 @@ class Keeper:
         self._events: deque[dict[str, str]] = deque(maxlen=_MOST_EVENTS)
         #: How many there have been.
         self._n_events = 0
-        #: The number of the last restart of a Dask worker that is logged.
-        self._last_restart = 0
-        #: The last known URL of the scheduler's session. The platform may not list it for a while.
+        #: The URL of the scheduler's session by the last keeper. The platform may not list it here.
         self._app_url: str | None = None
+
+    # -- what is
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this process still keeps the cluster, by a question that is recent enough."""
+        link = self._link
+        is_recent = link.connected and time.monotonic() - link.heard < timing.lease
+        return is_recent and (link.board.keeper, link.board.term) == (link.id, self.term)
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions that this process launches and stops, the scheduler's first."""
+        return self._cluster.processes.sessions
+
+    @property
+    def view(self) -> View:
+        """What this process knows of the sessions."""
+        return self._cluster.messages.view
 
     # -- the mail
 
-    async def take(self, board: BoardState) -> None:
+    async def take(self) -> None:
         """Carry out what users of other processes have asked for, in its order."""
-        has_mail = self.carry_out(board.mail)
-        if has_mail or board.leaving:
+        while self.carry_out(self._link.board.mail):
             self._cluster.woken.set()
-        if has_mail:
-            await self.publish()
+            await self.publish()  # the answer may have more of it
+        if self._link.board.leaving:
+            self._cluster.woken.set()
 
     def carry_out(self, mail: Sequence[Letter]) -> bool:
         """Carry out the requests that are not carried out yet. Return whether there were any."""
         new = [letter for letter in mail if letter.number > self.taken]
         for letter in new:
-            request, name = letter.request, self._record.name
             try:
-                self._cluster._carry_out(**msgspec.structs.asdict(request))
+                self._cluster._carry_out(letter.request, is_own=letter.sender == self._link.id)
             except (ValueError, TypeError) as error:  # its group was deleted meanwhile, for example
+                name = self._record.name
                 logger.warning("Request of another process for cluster %s refused: %s", name, error)
             self.taken = letter.number
         return bool(new)
@@ -109,24 +256,27 @@ class Keeper:
         self._n_events += 1
 
     def tell_clients(self, text: str) -> None:
-        """Tell the clients of other processes a line."""
-        self.event("line", SCHEDULER, text=shortened(printable_lines(text), _LONGEST_LINE))
+        """Tell the clients of other processes a line that :meth:`CMLCluster._tell` tells the user here."""
+        # What this process says of its own connection is no news for others.
+        if self._cluster.sharing.failover.problem is None:
+            self.event("line", SCHEDULER, text=shortened(printable_lines(text), _LONGEST_LINE))
 
     def report(self) -> Report:
         """Return what this process knows and wants."""
-        cluster, processes, view = self._cluster, self._cluster.processes, own_view(self._cluster)
-        scheduler = cluster.scheduler
-        if scheduler is not None and not scheduler.adopted:
-            self._app_url = scheduler.info.get("app_url") or self._app_url
+        cluster, processes, view = self._cluster, self._cluster.processes, self._cluster.messages.view
+        app_url = None if cluster.scheduler is None else cluster.scheduler.info.get("app_url")
         return Report(
-            sessions=[session.as_json for session in own_sessions(cluster)],
+            sessions=[session.to_json() for session in processes.sessions],
             taken=self.taken,
-            groups=self._groups(),
+            groups=cluster.groups.described,
             wanted=cluster.groups.wanted(),
             failures=processes.failures,
+            ceilings=processes.ceilings,
             start_times=processes.start_times,
+            told=sorted(cluster.messages.told),
+            limited=[group for group, backoff in processes.backoffs.items() if backoff.is_limited],
             is_barred=self._is_barred(view),
-            app_url=self._app_url,
+            app_url=app_url or self._app_url,
             **vars(view),
         )
 
@@ -134,13 +284,6 @@ class Keeper:
         """Return whether the platform refuses all launches of this process, and not because of a quota."""
         has_launched = not all(worker.adopted for worker in self._cluster.processes.workers())
         return any("quota" not in words.lower() for words in view.shortages.values()) and not has_launched
-
-    def _groups(self) -> dict[str, WantedGroup]:
-        groups, wanted = self._cluster.groups, {}
-        for name in groups.names:
-            options = {} if name == DEFAULT_GROUP else groups.options(name).group_arguments()
-            wanted[name] = WantedGroup(options, groups.target(name), groups.limits(name))
-        return wanted
 
     async def publish(self, *, leaves: bool = False) -> None:
         """Report what this process knows and wants, as far as it has changed. Log errors.
@@ -171,18 +314,11 @@ class Keeper:
             while len(self._events) > self._n_events - n_before - len(events):
                 self._events.popleft()
 
+    @property
     def news(self) -> dict[str, str]:
-        """Return lines for the user, as far as they are true now, by their subjects."""
-        board, lines = self._link.board, {}
-        restarts = {restart.number: str(restart) for restart in board.restarts}
-        if board.problem and board.problem not in restarts.values():
-            lines["memory"] = f": {board.problem}"
-        if board.without_gpus:
-            lines["gpus"] = f": {board.without_gpus}"
-        for number, restart in restarts.items():
-            if number > self._last_restart:
-                self._cluster._tell(f"Cluster {self._record.name}: {restart}")
-                self._last_restart = number
+        """Lines for the user, as far as they are true now, by their subjects."""
+        board = self._link.board
+        lines = {subject: f": {words}" for subject, words in board.news.items()}
         left = board.most_age - board.age
         if board.most_age and left <= NOTICE:
             age = f"{board.age / 3600:.1f} of {board.most_age / 3600:g} h"
@@ -205,35 +341,29 @@ class Keeper:
         except CMLError as error:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
             return
-        used = {str(process.session_id) for process in self._cluster.processes.launched}
-        used |= self._cluster.processes.stopping | self._cluster.api.stopped
+        processes = {str(process.session_id): process for process in self._cluster.processes.launched}
+        for known in processes.keys() & record.launches.keys():
+            processes[known].begin(record.launches[known].started)
+        used = processes.keys() | self._cluster.processes.stopping | self._cluster.api.stopped
         strays = {session: key for session, key in record.sessions.items() if session not in used}
-        groups = {session: record.launches[session].worker_group(self._record.name) for session in strays}
-        for info in [*self._cluster.scheduler_info["workers"].values()]:
-            said = said_by(info)
+        for said in said_by_workers(self._cluster).values():
             session, name = said.get("session"), said.get("name")
             if session and name and session not in used:
                 strays[session] = name
-                groups[session] = said.get("group") or DEFAULT_GROUP
-        self._strays = {session: self._strays.get(session, now) for session in strays}
-        date = time.time()
+        self._strays = {session: self._strays.get(session, 0) + 1 for session in strays}
         for session, key in strays.items():
             launch = record.launches.get(session)
-            age = now - self._strays[session]
-            # A session that was launched long ago is late at once: a command may keep the cluster shortly.
-            if launch is not None:
-                age = max(age, date - launch.launched)
-            if age < timing.stray:
+            # By its looks: in an outage nobody could say that it was launched.
+            lasts = (self._strays[session] - 1) * timing.strays
+            if lasts < timing.stray or key in self._cluster.processes.launching:
                 continue
-            if key in self._cluster.processes.launching:  # it may be the session of this launch
-                continue
-            if await self._cluster.processes.claim(session, key, launch):
+            if await self._cluster.processes.claim(session, key, launch) is not False:
                 continue
             logger.warning("Session %s of %s stopped: no process has launched it", session, key)
             if key == SCHEDULER or key in self._cluster.workers or key in self._cluster.worker_spec:
                 self._cluster.api.adopt(session, key)  # the step stops what it knows and does not use
             else:
-                self._cluster.processes.adopt_unwanted(session, key, groups[session], launch)
+                self._cluster.processes.adopt(session, key, launch)
 
     # -- in place of another keeper, and for another scheduler
 
@@ -253,7 +383,7 @@ class Keeper:
         """
         cluster = self._cluster
         reported = {session["id"] for session in last.sessions}
-        waits = {session.id for session in last.known_sessions() if session.waits_for is not None}
+        waits = {session["id"] for session in last.sessions if session["waits"]}
         launches = [launch for launch in record.launches.values() if launch.key != SCHEDULER]
         kept = {launch.key: last.wanted[launch.key] for launch in launches if launch.key in last.wanted}
         missing = Counter({name: group.target for name, group in last.groups.items()})
@@ -273,20 +403,15 @@ class Keeper:
             if launch.key == SCHEDULER:
                 if launch.id != record.scheduler.session:  # of a lost scheduler, so the step stops it
                     cluster.api.adopt(launch.id, launch.key)
-            elif launch.key in cluster.worker_spec:
-                worker = cluster.processes.make(launch.key)
-                runs_for = None if launch.started is None else max(0.0, time.time() - launch.started)
-                worker.adopt(launch.id, launch, runs_for=runs_for, waits=launch.id in waits)
-                cluster.workers[launch.key] = worker
             else:
-                group = launch.worker_group(self._record.name)
-                cluster.processes.adopt_unwanted(launch.id, launch.key, group, launch)
+                cluster.processes.adopt(launch.id, launch.key, launch, waits=launch.id in waits)
         names = [name for worker in cluster.processes.workers() for name in worker.dask_names]
         states = await cluster._ask_scheduler(protocol.LAST, names=names)
         gone_for = {name: state.get("gone_for", 0.0) for name, state in states.items()}
         for worker in cluster.processes.workers():
-            worker.take_over(connected_names(cluster), gone_for)
-        self._last_restart = max([0, *(restart.number for restart in self._link.board.restarts)])
+            worker.note_connected(connected_names(cluster), gone_for)
+            if worker.name in last.staying:  # as is told
+                worker.cannot_move_to = set()
 
     def restore(self, last: Report, wanted: Mapping[str, str]) -> None:
         """Know what the last keeper has learned, and want some of its workers and as many as it has wanted.
@@ -299,39 +424,69 @@ class Keeper:
             The groups of these workers by their names.
         """
         cluster, groups = self._cluster, self._cluster.groups
-        cluster.processes.take_over(last.failures, last.gave_up, last.start_times)
+        cluster.processes.take_over(last)
+        for limited in last.limited:
+            cluster.processes.backoff(limited).is_limited = True
+        cluster.messages.told = {*last.told}
         self._app_url = last.app_url
         groups.given(last.wanted)
-        groups.take(last.groups, wanted)
+        groups.show(last.groups, wanted)
         for name, group in last.groups.items():
             groups.resize(name, group.target, ())
 
-    def first_board(self, *, orphan_timeout: float | None, **fields: Any) -> dict[str, Any]:
+    def go_on(self, last: SchedulerState, *, anew: bool) -> None:
+        """Want what is wanted after the mail of a lost scheduler, by its file or its last answer.
+
+        Parameters
+        ----------
+        last : SchedulerState
+            The lost scheduler.
+        anew : bool
+            Whether this process has only followed until now.
+        """
+        known, report, mail = self._link.board, Report.read(last.report), [*last.mail]
+        # The lost scheduler may have answered, and ended before it wrote that.
+        if last.number == self._cluster.place.number and known.revision > last.revision:
+            mail = [*known.mail]
+            if known.report:
+                report = Report.read(known.report)
+        if anew:
+            self.taken = report.taken
+            self.restore(report, report.wanted)
+            # What this process has carried out in a term that is over, and nobody has heard of.
+            last_number, posted = mail[-1].number if mail else report.taken, last.posted.get(self._link.id, 0)
+            unheard = [request for asked, request in self._link.unreported.items() if asked > posted]
+            mail += map(Letter, count(last_number + 1), unheard)
+        self.carry_out(mail)
+
+    def first_board(self, last: SchedulerState, restarts: int = 0) -> dict[str, Any]:
         """Return what the next scheduler begins with, see :mod:`dask_cml.scheduler.plugin`.
 
         Parameters
         ----------
-        orphan_timeout : float or None
-            Time without a user after which the cluster ends, in seconds. None: never.
-        **fields
-            Other fields of the scheduler's file.
+        last : SchedulerState
+            The last scheduler. Of a new cluster, only its limits.
+        restarts : int
+            How many schedulers in a row have replaced lost ones.
         """
-        scheduler_timeout = self._cluster.options.scheduler_timeout
-        report = replace(self.report(), wanted={}, sessions=()).to_json()
+        patience = self._cluster.options.scheduler_timeout
         return {
             "protocol": protocol.PROTOCOL,
             "cluster": self._record.name,
             "record": self._record.id,
             "keeper": self._link.id,
-            "term": self.term,
+            "term": max(self.term, last.term) + 1,
             "manager": self._cluster.sharing.who,
+            "maker": asdict(Maker.this_process()),
             "created": self._record.created.isoformat(),
-            "orphan_timeout": orphan_timeout,
+            "hours": last.hours,
+            "orphan_timeout": last.orphan_timeout,
             # The keeper connects after it has launched all workers.
-            "patience": None if orphan_timeout is None else max(orphan_timeout, scheduler_timeout),
-            "report": report,
-            "groups": report["groups"],
-            **fields,
+            "patience": last.orphan_timeout and max(last.orphan_timeout, patience),
+            "report": replace(self.report(), wanted={}, sessions=()).to_json(),
+            "posted": dict(last.posted),
+            "restarts": restarts,
+            "activity": dict(last.activity),
         }
 
     def renew(self) -> None:
@@ -340,4 +495,99 @@ class Keeper:
         self._cluster.groups.renew()
         self._published = None
         self._app_url = None
-        self._last_restart = 0
+
+
+class Follower:
+    """Shows what another process reports that keeps the cluster.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster, whose ``worker_spec`` shows what the keeper wants.
+    link : Link
+        Talks to the scheduler.
+    report : Report
+        What is known of the cluster at first.
+    """
+
+    #: Whether this process keeps the cluster.
+    keeps = False
+
+    def __init__(self, cluster: CMLCluster, link: Link, report: Report) -> None:
+        self._cluster, self._link = cluster, link
+        self._report = report
+        #: Whether ``worker_spec`` was changed by hand since the last step, which refuses that.
+        self._is_changed = False
+        #: Up to which move the Dask workers of which scheduler are known, and when they were read.
+        self._known_moves: tuple[str | None, int] | None = None
+        self._read_workers_at = 0.0
+
+    # -- what is
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        return [Session.from_json(session) for session in self._report.sessions]
+
+    @property
+    def view(self) -> View:
+        """What the keeper says of the sessions, since users scaled the cluster last."""
+        return self._report.since(self._link.board.mail)
+
+    # -- the board
+
+    async def take(self) -> None:
+        """Show what the board says.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            If the scheduler does not answer.
+        ValueError
+            If the keeper's report is invalid.
+        """
+        self.show()
+        pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
+        moves = self._link.address, self._link.board.moves
+        if moves != self._known_moves and time.monotonic() - self._read_workers_at > pause:
+            self._read_workers_at, known = time.monotonic(), self._cluster.scheduler_info
+            identity = with_numbers(await self._link.ask("identity"))
+            # Unless wait_for_workers has stored another answer meanwhile, which may be newer: ask again then.
+            if self._cluster.scheduler_info is known:
+                self._cluster.scheduler_info = SchedulerInfo(identity)
+                self._known_moves = moves
+
+    def show(self) -> None:
+        """Show what is wanted.
+
+        Raises
+        ------
+        ValueError
+            If the keeper's report is invalid.
+        """
+        board = self._link.board
+        if board.report:
+            self._report = Report.read(board.report)
+        groups = self._cluster.groups
+        groups.given(self._report.wanted)
+        self._is_changed |= any(groups.take_changes_by_hand())
+        groups.show(after_mail(self._report.groups, board.mail), self._report.wanted)
+
+    def refuse_changes_by_hand(self) -> None:
+        """Undo what was changed by hand in ``worker_spec``.
+
+        Raises
+        ------
+        CMLError
+            If something was. The message says what to do instead.
+        """
+        self._is_changed |= any(self._cluster.groups.take_changes_by_hand())
+        if not self._is_changed:  # a takeover may have carried out what the board does not show yet
+            return
+        self.show()
+        self._is_changed = False
+        name = self._cluster.options.name
+        raise CMLError(
+            f"worker_spec of cluster {name} not changed: another process manages it. To scale the cluster, "
+            f"run `dask cml scale {shlex.quote(name)} N`"
+        )

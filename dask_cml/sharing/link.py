@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-import msgspec
 from distributed.comm.core import Comm, connect
 from distributed.security import Security
 
@@ -21,75 +20,13 @@ from dask_cml import protocol
 from dask_cml.cancellation import within
 from dask_cml.errors import CMLError, SchedulerTimeout
 from dask_cml.output import get_logger
-from dask_cml.protocol import Rank
-from dask_cml.rpc import NO_ANSWER, ask, call
-from dask_cml.scheduler.board import Letter, Request, WantedGroup
-from dask_cml.scheduler.health import Restart
+from dask_cml.protocol import NO_ANSWER, Rank, Request, ask, call
+from dask_cml.scheduler.board import BoardState
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
 from dask_cml.validation import validate
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class BoardState:
-    """The board of a cluster, as a watcher knows it; see :class:`dask_cml.scheduler.board.Board`.
-
-    Parameters
-    ----------
-    revision : int
-        Counts the changes of the board.
-    keeper : str or None
-        The id of the process that keeps the cluster.
-    term : int
-        Counts the keepers of the cluster.
-    lives_on : bool
-        Whether the cluster runs on without a user.
-    groups : mapping of str to WantedGroup
-        The worker groups by name, as they are after the mail is carried out.
-    mail : sequence of Letter
-        What users have asked for, and no keeper has carried out yet.
-    leaving : sequence of str
-        Dask workers whose session the platform is about to stop.
-    report : mapping
-        What the keeper reports of the sessions, see :class:`dask_cml.sharing.report.Report`.
-    moves : int
-        Counts the Dask workers that have connected or left.
-    problem, without_gpus : str or None
-        What is wrong with the Dask workers' memory or processes, and which lack GPUs, as clauses.
-    restarts : sequence of Restart
-        The Dask workers that their nannies have started again lately.
-    idle : float or None
-        Time for which no task has waited or run, in seconds. None: some do, or did a moment ago.
-    app_url : str or None
-        The URL of the scheduler's session. None if another program answers there.
-    serves_dashboard : bool
-        Whether the scheduler's dashboard has the port to which that URL leads.
-    closed : str or None
-        Why the cluster has ended. None if it has not.
-    age, most_age : int
-        The cluster's age and its limit, in seconds. 0: no limit.
-    """
-
-    revision: int = 0
-    keeper: str | None = None
-    term: int = 0
-    lives_on: bool = False
-    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
-    mail: Sequence[Letter] = ()
-    leaving: Sequence[str] = ()
-    report: Mapping[str, Any] = field(default_factory=dict)
-    moves: int = 0
-    problem: str | None = None
-    without_gpus: str | None = None
-    restarts: Sequence[Restart] = ()
-    idle: float | None = None
-    app_url: str | None = None
-    serves_dashboard: bool = True
-    closed: str | None = None
-    age: int = 0
-    most_age: int = 0
 
 
 class Link:
@@ -107,7 +44,7 @@ class Link:
     Attributes
     ----------
     address : str or None
-        The scheduler's address. None: it is not known yet, and questions fail.
+        The scheduler's address. None: it has not answered yet, and questions fail.
     connection_args : dict
         The result of ``Security.get_connection_args("client")``.
     board : BoardState
@@ -137,6 +74,11 @@ class Link:
         self._posting = asyncio.Lock()
         self._watching: Comm | None = None
 
+    @property
+    def idle(self) -> float | None:
+        """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
+        return None if self.board.idle is None else self.board.idle + time.monotonic() - self.heard
+
     async def join(self, address: str, security: Security | None, record: str) -> None:
         """Connect to the scheduler at an address, if it is this cluster's, and read the board.
 
@@ -156,28 +98,20 @@ class Link:
         CMLError
             If the scheduler belongs to another cluster, or has another protocol.
         """
-        self.close()
+        self.forget()
         self.connection_args = await asyncio.to_thread(tls.connection_args, security, address)
-        self.address, self.board = address, BoardState()
-        self._check(await self.hello(), record)
-        await self.watch()
+        hello = await ask(address, self.connection_args, protocol.HELLO, timing.answer)
+        self._check(hello if isinstance(hello, Mapping) else {}, record, address)
+        self.address = address
+        try:
+            await self.watch()
+        except BaseException:
+            self.forget()
+            raise
 
-    async def hello(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """Ask the scheduler to which cluster it belongs. One without dask-cml says nothing.
-
-        Raises
-        ------
-        OSError, asyncio.TimeoutError, CMLError
-            If it does not answer.
-        """
-        answer = await self.ask(protocol.HELLO, timeout)
-        return answer if isinstance(answer, Mapping) else {}
-
-    def _check(self, hello: Mapping[str, Any], record: str) -> None:
+    def _check(self, hello: Mapping[str, Any], record: str, address: str) -> None:
         if hello.get("record") != record:
-            raise CMLError(
-                f"the scheduler at {self.address} belongs to another cluster, {hello.get('cluster')!r}"
-            )
+            raise CMLError(f"the scheduler at {address} belongs to another cluster, {hello.get('cluster')!r}")
         if hello.get("protocol") != protocol.PROTOCOL:
             raise CMLError(
                 f"cluster {self._cluster!r} speaks protocol {hello.get('protocol')} of dask-cml, this "
@@ -204,10 +138,11 @@ class Link:
 
     async def _watch(self, since: int, wait: float) -> Any:
         if self._watching is None:
+            # Dask tries to connect to a dead scheduler until its time limit. Only then this process finds out
+            # that it is dead, so the first limits are short.
+            limit = min(timing.answer, max(timing.listing, time.monotonic() - self.heard))
             # Its end is the watcher's end.
-            self._watching = await connect(
-                self._known_address(), timeout=timing.answer, **self.connection_args
-            )
+            self._watching = await connect(self._known_address(), timeout=limit, **self.connection_args)
         who = {"watcher": self.id, "rank": int(self.rank), "who": self._who}
         return await call(self._watching, protocol.WATCH, **who, since=since, wait=wait)
 
@@ -235,7 +170,13 @@ class Link:
         """
         async with self._posting:
             await self._post_unreported(number)
-            await self._post(number, request)
+            try:
+                await self._post(number, request)
+            except SchedulerTimeout:
+                if not (self.connected and self.board.keeper == self.id):
+                    raise
+                # In its order. Another scheduler answers by now, or only the answer was lost.
+                await self._post(number, request)
 
     async def post_unreported(self) -> None:
         """Post what this process has carried out in a term that is over, and nobody may have heard of.
@@ -260,15 +201,7 @@ class Link:
             self.unreported.pop(number, None)  # the last report may have been taken late
 
     async def _post(self, number: int, request: Request) -> None:
-        message = {"sender": self.id, "number": number, "request": msgspec.to_builtins(request)}
-        began = time.monotonic()
-        try:
-            await self._ask_board(protocol.POST, **message)
-        except NO_ANSWER as error:
-            if time.monotonic() - began > timing.retry:
-                raise self._no_answer(error) from error
-            # The connection broke. If the scheduler has the request, the repeat changes nothing.
-            await self._write(protocol.POST, **message)
+        await self._write(protocol.POST, sender=self.id, number=number, request=asdict(request))
 
     async def live_on(self) -> None:
         """Let the cluster run on without a user.
@@ -292,35 +225,34 @@ class Link:
             return await self._write(protocol.REPORT, keeper=self.id, **values)
 
     async def _write(self, op: str, **arguments: Any) -> BoardState:
-        try:
-            return await self._ask_board(op, **arguments)
-        except NO_ANSWER as error:
-            raise self._no_answer(error) from error
-
-    def _no_answer(self, error: BaseException) -> CMLError:
-        """Return the error that the scheduler does not answer, from the error of the connection."""
-        return SchedulerTimeout(
-            f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
-        )
-
-    async def _ask_board(self, op: str, **arguments: Any) -> BoardState:
-        """Call a handler that answers with the board.
+        """Call a handler that changes the board, and return the board.
 
         Raises
         ------
-        OSError, asyncio.TimeoutError
-            If the scheduler does not answer, or another one has replaced it meanwhile, whose board counts.
+        CMLError
+            If the scheduler does not answer, or refuses it. Another one that has replaced it meanwhile counts
+            as no answer.
         """
+        began = time.monotonic()
+        try:
+            try:
+                return await self._ask_board(op, arguments)
+            except NO_ANSWER:
+                if time.monotonic() - began > timing.retry:
+                    raise
+                # The connection broke. If the scheduler has taken it, the repeat changes nothing.
+                return await self._ask_board(op, arguments)
+        except NO_ANSWER as error:
+            raise SchedulerTimeout(
+                f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
+            ) from error
+
+    async def _ask_board(self, op: str, arguments: Mapping[str, Any]) -> BoardState:
         address, asked = self._known_address(), time.monotonic()
         answer = await self.ask(op, **arguments)
         if self.address != address:
             raise OSError(f"the scheduler at {address} is replaced")
         return self._take(answer, asked)
-
-    def keeps(self, term: int) -> bool:
-        """Return whether this process keeps the cluster in a term, by a question that is recent enough."""
-        is_recent = self.connected and time.monotonic() - self.heard < timing.lease
-        return is_recent and (self.board.keeper, self.board.term) == (self.id, term)
 
     async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`ask`. Default time limit: ``timing.answer``."""
@@ -329,13 +261,13 @@ class Link:
 
     def _known_address(self) -> str:
         if self.address is None:
-            raise OSError("the scheduler has no address yet")
+            raise OSError("the scheduler has not answered yet")
         return self.address
 
     def forget(self) -> None:
-        """Forget the scheduler, because another one is to be joined."""
+        """Forget the scheduler and its board, because another one is to be joined."""
         self.close()
-        self.address = None
+        self.address, self.board = None, BoardState()
 
     def close(self) -> None:
         """Close the connection, by which the scheduler notices that this watcher has left."""

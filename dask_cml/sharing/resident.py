@@ -11,7 +11,7 @@ import sys
 
 from distributed.core import Status
 
-from dask_cml.cancellation import cancel, wait_until_set
+from dask_cml.cancellation import wait_until_set
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.protocol import Rank
@@ -47,8 +47,8 @@ async def keep(name: str, closes: asyncio.Event) -> None:
     except NoSuchCluster:
         return
     while cluster.status != Status.closed and not closes.is_set():
-        board = cluster.sharing.board
-        if cluster.sharing.is_connected and board.keeper not in (None, cluster.sharing.link.id):
+        link = cluster.sharing.link
+        if link.connected and link.board.keeper not in (None, link.id):
             break
         await wait_until_set(closes, timing.retry)
     try:
@@ -63,20 +63,14 @@ async def keep(name: str, closes: asyncio.Event) -> None:
 
 
 async def _keep_until_input_ends(name: str) -> None:
-    closes = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    closes, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    async def watch_input() -> None:
-        await reader.read()
+    def end() -> None:
+        loop.remove_reader(sys.stdin)
         closes.set()
 
-    watching = asyncio.create_task(watch_input())
-    try:
-        await keep(name, closes)
-    finally:
-        await cancel(watching)
+    loop.add_reader(sys.stdin, end)  # nothing is written to it
+    await keep(name, closes)
 
 
 if __name__ == "__main__":

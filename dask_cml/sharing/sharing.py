@@ -6,49 +6,40 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from itertools import count
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import dask.config
 from dask.utils import parse_timedelta
-from distributed.comm.core import Comm
 from distributed.core import Status
+from distributed.utils import NoOpAwaitable
 
-from dask_cml import compat
-from dask_cml.core.at_exit import unclosed
-from dask_cml.core.ending import How
-from dask_cml.core.folder import fill_folder
-from dask_cml.core.start import start
-from dask_cml.core.view import View, own_sessions, own_view
+from dask_cml import compat, output
+from dask_cml.cancellation import first_of, within
+from dask_cml.core.ending import How, name_others
+from dask_cml.core.start import fill_folder
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
-from dask_cml.options import Options
-from dask_cml.options.limits import limits
+from dask_cml.options import Options, limits
 from dask_cml.output import get_logger
-from dask_cml.protocol import Rank, Role
+from dask_cml.protocol import NO_ANSWER, Rank, Request, View
 from dask_cml.records import liveness, store
 from dask_cml.records.history import kept_logs
-from dask_cml.records.operations import stop_and_remove, take_name, wait_until_running
-from dask_cml.records.record import VERSION, Maker, Record, cluster_address
+from dask_cml.records.operations import session_logs, stop_and_remove, take_name
+from dask_cml.records.record import VERSION, Maker, Record, SchedulerState, cluster_address
 from dask_cml.records.usage import Usage, usage_of
-from dask_cml.rpc import NO_ANSWER
-from dask_cml.scheduler.board import Letter, Request
+from dask_cml.scheduler.board import BoardState, Report
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
-from dask_cml.sessions.causes import find_cause
-from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sessions.session import Session
-from dask_cml.sessions.session_logs import SessionLogs, log_folder
+from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.process import CMLScheduler, Session
+from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sharing.failover import Failover, SchedulerLost
-from dask_cml.sharing.follower import Follower
-from dask_cml.sharing.keeper import Keeper
-from dask_cml.sharing.link import BoardState, Link
-from dask_cml.sharing.report import Report
+from dask_cml.sharing.keeper import Follower, Keeper
+from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
-from dask_cml.validation import validate
-from dask_cml.words import command, format_duration
+from dask_cml.words import command
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -77,12 +68,10 @@ class Sharing:
         The record of a cluster that is created here, with its id.
     record : Record or None
         The cluster's record. None before the cluster is created or found.
-    role : Role
-        What this process does for the cluster.
+    role : Keeper or Follower
+        What this process does for the cluster: it follows nobody before the start and after the end.
     who : str
         Who uses the cluster here, for its history.
-    is_joined : bool
-        Whether the scheduler in the cluster's place has answered. Another one may have just replaced it.
     lasted : float or None
         Seconds for which a closed cluster has lasted.
     link : Link
@@ -101,14 +90,13 @@ class Sharing:
     def __init__(self, cluster: CMLCluster, given: Mapping[str, Any], maker: Maker | None = None) -> None:
         options = cluster.options
         self._cluster = cluster
-        self.role = Role.NONE
         self.connects = False
         self.end: str | None = None
         self.lasted: float | None = None
         self.record: Record | None = None
         self.who = WHO if cluster._rank is Rank.RESIDENT else Maker.this_process().words
         self._given = given
-        self._has_own_name = given.get("name") is not None or dask.config.get("cml.name", None) is not None
+        self.has_own_name = given.get("name") is not None or dask.config.get("cml.name", None) is not None
         self.new_record: Record = Record(
             options.name, maker=maker or Maker.this_process(), folder=cluster.place.folder
         )
@@ -116,11 +104,11 @@ class Sharing:
         self.failover = Failover(self.link, cluster)
         #: A programming error at the last look at the board, as a clause.
         self._failure: str | None = None
-        self._follower: Follower | None = None
+        self.role: Keeper | Follower = Follower(cluster, self.link, Report())
         self._following: asyncio.Task[None] | None = None
-        #: What posts the requests of this process's users.
+        #: What posts the requests of this process's users, and what reports those that it carries out itself.
         self._posting: set[asyncio.Task[None]] = set()
-        self.is_joined = False
+        self._reporting: set[asyncio.Task[None]] = set()
         self._usage: Usage | None = None
         self._forwarder: DashboardForwarder | None = None
 
@@ -132,9 +120,14 @@ class Sharing:
         return self.link.connected
 
     @property
+    def is_keeper(self) -> bool:
+        """Whether this process launches and stops the sessions, as far as it knows."""
+        return isinstance(self.role, Keeper)
+
+    @property
     def keeps(self) -> bool:
         """Whether this process is the keeper, by an answer of the board that is recent enough."""
-        return self.role is Role.KEEPER and self.link.keeps(self.keeper.term)
+        return self.role.keeps
 
     def _rank(self, record: Record) -> Rank:
         """Return whether this process counts as a user of the cluster, and may keep it."""
@@ -145,41 +138,28 @@ class Sharing:
         return Rank.OWNER if record.owner == here.this_owner() else Rank.USER
 
     @property
-    def board(self) -> BoardState:
-        """The board, as this process knows it."""
-        return self.link.board
-
-    @property
     def view(self) -> View:
         """What the keeper knows of the sessions, or has said."""
-        return own_view(self._cluster) if self._follower is None else self._follower.view
+        return self.role.view
 
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return own_sessions(self._cluster) if self._follower is None else self._follower.sessions
+        return self.role.sessions
 
     @property
     def problem(self) -> str | None:
-        """Why the scheduler is not reached, or why this process cannot follow it. None if it does."""
-        return self._failure or self.failover.problem
-
-    @property
-    def workers_problem(self) -> str | None:
-        """What is wrong with the Dask workers, as a clause."""
-        return self.link.board.problem or self.link.board.without_gpus
+        """The cluster's present problem, as a clause. None if there is none."""
+        unreached = self._failure or self.failover.problem
+        if unreached and self._cluster.status == Status.running:
+            return unreached
+        return self.end or self.view.problem or self.link.board.problem
 
     @property
     def address(self) -> str | None:
         """The address by which all processes find the scheduler. None: they find no keys by it."""
         has_keys = self._cluster.place.security is not None
         return cluster_address(self._cluster.options.name) if has_keys else None
-
-    @property
-    def idle(self) -> float | None:
-        """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
-        idle = self.link.board.idle
-        return None if idle is None else idle + time.monotonic() - self.link.heard
 
     async def ends(self) -> Sequence[str]:
         """Return when the sessions end in any case, as phrases."""
@@ -208,33 +188,17 @@ class Sharing:
         security, keys = await asyncio.to_thread(tls.as_files, options.security, cluster.place.folder)
         record = replace(self.new_record, options=options.arguments(), security=tls.paths(security))
         self.record = record  # to remove it if this is cancelled
-        keeper = Keeper(cluster, self.link, record, term=1, taken=0)
+        keeper = Keeper(cluster, self.link, record, term=0, taken=0)
         self.link.rank = Rank.OWNER
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
-        board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
+        board = keeper.first_board(SchedulerState(hours=limits().get("hours"), orphan_timeout=orphan_timeout))
+        keeper.term = board["term"]
         await take_name(record, board, cluster.api)
         await asyncio.to_thread(fill_folder, options, cluster.place, keys)
         cluster._move(replace(cluster.place, record=record.id, security=security))
-        if not record.maker.serves and not self._has_own_name:  # the web UI creates for several users
-            self._name_others()
-        self._keep(keeper)
-
-    def _name_others(self) -> None:
-        """Name the user's other clusters in this process that have random names, too.
-
-        A cell that runs again may have left them. Whoever gives names wants several clusters.
-        """
-        for other in unclosed():
-            if other is self._cluster or other.starting is None or other._rank is not None:
-                continue
-            if other.sharing._has_own_name:
-                continue
-            if other.sessions:
-                name, age = other.options.name, format_duration(other.sessions[0].age)
-                shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"
-                self._cluster._tell(
-                    f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
-                )
+        if not record.maker.serves and not self.has_own_name:  # the web UI creates for several users
+            name_others(cluster)
+        self.keep(keeper)
 
     async def _connect(self) -> None:
         """Connect to a running cluster. If it starts, wait.
@@ -242,15 +206,15 @@ class Sharing:
         Raises
         ------
         CMLError
-            If its scheduler does not answer.
+            If its scheduler does not answer, or has ended.
         """
         self.connects = True
         cluster, given = self._cluster, self._given
         name = cluster.options.name
-        record = await asyncio.to_thread(store.read, name, cluster.place.folder.parent)
+        record = await asyncio.to_thread(store.read, name)
         if record.scheduler.address is None:  # another process creates it
             cluster._tell(f"Cluster {name} is starting: waiting for its scheduler")
-            record = await wait_until_running(record)
+            record = await liveness.wait_until_running(record)
         if record.version != VERSION:
             raise CMLError(
                 f"cluster {name!r} was created by another dask-cml: manage it with that one, or run "
@@ -268,16 +232,10 @@ class Sharing:
         cluster._take_options(Options.of_running(name, record.options, **own))
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
-        finding = (await liveness.judge([record], api=cluster.api))[name]
-        if finding.state is liveness.State.DEAD:
-            raise CMLError(
-                f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
-                f"left of it, run {command('delete', name)}"
-            )
-        self._follow_role(Report())
-        self._enter(record)
+        self.enter(record)
         try:
-            await self._join_within(patience, str(record.scheduler.address))
+            join = self._join_within(patience, str(record.scheduler.address))
+            await first_of(join, liveness.refuse_ended(record, cluster.api))
         except SchedulerTimeout as error:
             advice = f"to stop its sessions, run {command('delete', name)}"
             raise CMLError(
@@ -285,19 +243,15 @@ class Sharing:
                 f"{record.out_of_reach or advice}"
             ) from error
 
-    def _keep(self, keeper: Keeper) -> None:
+    def keep(self, keeper: Keeper) -> None:
         """Launch and stop the sessions from now on."""
-        self.keeper, self._follower, self.role = keeper, None, Role.KEEPER
+        self.role = self.keeper = keeper
 
-    def _follow_role(self, known: Report) -> None:
-        """Show what another process does from now on."""
-        self.role = Role.FOLLOWER
-        self._follower = Follower(self._cluster, self.link, known)
-
-    def _enter(self, record: Record) -> None:
+    def enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
         cluster = self._cluster
-        self.record, self.is_joined = record, False
+        self.record = record
+        self.link.forget()
         self.link.rank = self._rank(record)
         number, security = record.scheduler.number, record.get_security()
         cluster._move(replace(cluster.place, number=number, record=record.id, security=security))
@@ -305,6 +259,7 @@ class Sharing:
         scheduler.address = record.scheduler.address
         session = record.scheduler.session  # None if its file names none
         scheduler.adopt(session, record.launches.get(session or ""), record.scheduler.app_url)
+        scheduler.begin(time.time())
         cluster.api.forget(session or "")
 
     async def join(self, address: str) -> None:
@@ -340,8 +295,7 @@ class Sharing:
                         f"{timeout:g} s: {error!r}"
                     ) from error
             await asyncio.sleep(timing.retry / 2)
-        await self._cluster.connection.connect(address)
-        self.is_joined = True
+        await self._cluster.connection.connect(address, self.link.connection_args)
         self.failover.begin_anew()
 
     async def follow(self) -> None:
@@ -352,7 +306,7 @@ class Sharing:
     @property
     def tasks(self) -> Sequence[asyncio.Task[None] | None]:
         """The tasks that follow the board, and post what users ask for."""
-        return self._following, *self._posting
+        return self._following, *self._posting, *self._reporting
 
     # -- the board
 
@@ -361,7 +315,7 @@ class Sharing:
         cluster = self._cluster
         while True:
             with self._noted("reached"):
-                if not self.is_joined:
+                if self.link.address is None:
                     assert cluster.scheduler is not None
                     await self._join_within(timing.answer, str(cluster.scheduler.address))
                 await self._take_board(await self.link.watch())
@@ -404,16 +358,17 @@ class Sharing:
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
-        keeps, is_picked = self.role is Role.KEEPER, board.keeper == self.link.id
-        if keeps and not (is_picked and board.term == self.keeper.term):
-            await self._yield()
-        if self._follower is not None:
-            await self.link.post_unreported()
+        is_picked = board.keeper == self.link.id
+        if self.is_keeper and not (is_picked and board.term == self.keeper.term):
+            await self.yield_cluster()
+        if not self.is_keeper:
+            if self.link.unreported:  # else a post that is not answered would delay a takeover
+                await self.link.post_unreported()
             if is_picked:
                 await self._succeed(board)
-        if self._follower is None and not self._cluster.connection.is_subscribed:
+        if self.is_keeper and not self._cluster.connection.is_subscribed:
             await self._cluster.connection.subscribe()
-        await (self._follower or self.keeper).take(self.link.board)
+        await self.role.take()
 
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on, as the last report says."""
@@ -427,57 +382,89 @@ class Sharing:
             async with cluster._lock:
                 cluster.groups.given(given)
                 await keeper.succeed(record, report, given)
-                self._keep(keeper)
+                self.keep(keeper)
         except Exception:  # raised again: another process may be able to, for example to read the record
             with contextlib.suppress(CMLError):
                 last = {"term": board.term, "report": board.report}
                 await self.link.report(**last, asked=0, events=[], n_before=0, leaves=True)
+            await self._let_go()
+            assert isinstance(self.role, Follower)
+            self.role.show()
             raise
         cluster._begin_looking(unheard_since=None)
         logger.info("Cluster %s managed by this process", record.name)
 
-    async def _yield(self) -> None:
+    async def yield_cluster(self) -> None:
         """Leave the cluster to the process that keeps it now, and stop nothing."""
-        logger.info("Cluster %s managed by another process", self._cluster.options.name)
-        await self._cluster._stop_looking()  # a launch that is answered meanwhile is entered into the record
-        self._cluster._note_changes_by_hand()
-        self._follow_role(self.keeper.report())
-        await self._cluster.ending.yield_sessions()
+        cluster = self._cluster
+        logger.info("Cluster %s managed by another process", cluster.options.name)
+        await cluster._stop_looking()  # a launch that is answered meanwhile is entered into the record
+        cluster._note_changes_by_hand()
+        self.role = Follower(cluster, self.link, self.keeper.report())
+        await self._let_go()
 
-    def carry_out_mail(self) -> None:
-        """Carry out what other processes have asked for until now, as far as this process knows it."""
-        if self.role is Role.KEEPER:
-            self.keeper.carry_out(self.link.board.mail)
+    async def _let_go(self) -> None:
+        """Know of no session any more, because another process launches and stops them."""
+        cluster = self._cluster
+        async with cluster._lock:
+            await cluster.processes.close()
+            cluster.api.forget(*cluster.api.live)
+            cluster.workers.clear()
+        cluster.groups.yield_adapting()
+        await cluster.connection.unsubscribe()
 
-    def asked(self, kind: str, **arguments: Any) -> None:
-        """Note what a user of this process has asked for and is carried out here. Report it soon."""
-        if self.role is Role.KEEPER and self._following is not None:
-            self.link.unreported[self.link.next_number()] = _request(kind, arguments)
-            self._keep_task(self.keeper.publish())
-
-    def post(self, kind: str, **arguments: Any) -> asyncio.Task[None]:
-        """Ask the keeper for what a user of this process wants, in a task. It goes on if nobody awaits it.
+    def request(self, request: Request) -> Awaitable[None]:
+        """Carry out what is asked for in this process, or ask the keeper, in a task that nobody must await.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer, or refuses it.
         """
-        return self._keep_task(self._post(self.link.next_number(), _request(kind, arguments)))
+        cluster, group = self._cluster, request.group
+        if cluster.is_remote or self._posting:  # earlier posts are not answered yet
+            if request.kind not in ("close", "resize"):
+                cluster.groups.adapt(group, None)
+            return self._begin(self._post(self.link.next_number(), request), self._posting)
+        if request.kind != "resize":
+            if self.is_keeper:  # what other processes have asked for until now comes first
+                self.keeper.carry_out(self.link.board.mail)
+            cluster._carry_out(request)
+            self.asked(request)
+        else:
+            cluster._resize(group, request.n)
+        return NoOpAwaitable()
+
+    def asked(self, request: Request, number: int | None = None) -> None:
+        """Note what a user of this process has asked for and is carried out here. Report it soon."""
+        if self._posting and number is None:  # a report of a later number would make repeats of them
+            self._begin(self._post(self.link.next_number(), request), self._posting)
+        elif self.is_keeper and self._following is not None:
+            self.link.unreported[number or self.link.next_number()] = request
+            self._begin(self.keeper.publish(), self._reporting)
 
     async def _post(self, number: int, request: Request) -> None:
-        await self.link.post(number, request)
-        if self._follower is not None:
-            self._follower.show(self.link.board)
+        try:
+            await self.link.post(number, request)
+        except SchedulerTimeout:
+            if not self.is_keeper:  # else only this process can carry it out
+                raise
+            self._cluster._carry_out(request, is_own=True)
+            self.asked(request, number)
+        async with self._cluster._lock:  # a takeover must not lose what it has found since the report
+            if isinstance(self.role, Follower):
+                self.role.show()
 
-    def _keep_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _begin(
+        self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
-        self._posting.add(task)
-        task.add_done_callback(self._posted)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._note_failure)
         return task
 
-    def _posted(self, task: asyncio.Task[None]) -> None:
-        self._posting.discard(task)
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:  # perhaps nobody awaits it
             logger.warning("Cluster %s not changed: %s", self._cluster.options.name, error)
 
@@ -490,106 +477,8 @@ class Sharing:
             If the scheduler does not answer, or refuses it.
         """
         await asyncio.gather(*self._posting)
-        await self.stepped()
-
-    # -- what is done
-
-    def step(self) -> None:
-        """Refuse what was changed by hand in ``worker_spec`` of a follower."""
-        if self._follower is not None:
-            self._follower.refuse_changes_by_hand()
-
-    def tell_clients(self, text: str) -> None:
-        """Tell the clients of other processes a line that :meth:`CMLCluster._tell` tells the user here."""
-        # What this process says of its own connection is no news for others.
-        if self.role is Role.KEEPER and self.failover.problem is None:
-            self.keeper.tell_clients(text)
-
-    async def stepped(self) -> None:
-        """Write on the board what this process knows and wants."""
-        if self.role is Role.KEEPER:
+        if self.is_keeper:
             await self.keeper.publish()
-
-    # -- another scheduler
-
-    async def follow_other(self, record: Record) -> None:
-        """Follow the last scheduler in the record as soon as it answers, which another process may keep."""
-        if self.role is Role.KEEPER:
-            await self._yield()
-        if record.scheduler.number > self._cluster.place.number:
-            self._cluster._tell(
-                f"Cluster {record.name} follows another scheduler, which another process has launched"
-            )
-        self._enter(record)
-        self.link.forget()
-
-    async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
-        """Launch the next scheduler and all workers. Return False if another process does."""
-        cluster, begin, last = self._cluster, time.monotonic(), record.scheduler
-        cluster.groups.given(await asyncio.to_thread(store.given_names, record))
-        known, report, mail = self.link.board, Report.read(last.report), [*last.mail]
-        # The lost scheduler may have answered, and ended before it wrote that.
-        if last.number == cluster.place.number and known.revision > last.revision:
-            mail = [*known.mail]
-            if known.report:
-                report = Report.read(known.report)
-        if self.role is Role.KEEPER:
-            keeper = self.keeper
-        else:
-            keeper = Keeper(cluster, self.link, record, last.term, report.taken)
-            keeper.restore(report, report.wanted)
-            # What this process has carried out in a term that is over, and nobody has heard of.
-            last_number, posted = mail[-1].number if mail else report.taken, last.posted.get(self.link.id, 0)
-            unheard = [request for asked, request in self.link.unreported.items() if asked > posted]
-            mail += map(Letter, count(last_number + 1), unheard)
-        keeper.term = max(keeper.term, last.term) + 1
-        keeper.carry_out(mail)
-        board = keeper.first_board(
-            posted=dict(last.posted),
-            hours=last.hours,
-            orphan_timeout=last.orphan_timeout,
-            restarts=restarts,
-            activity=dict(last.activity),
-            maker=asdict(Maker.this_process()),
-        )
-        number = last.number + 1
-        if not await asyncio.to_thread(store.claim_scheduler, record, number, board):
-            return False
-        lost = cluster.scheduler
-        if isinstance(lost, CMLScheduler) and last.number == cluster.place.number:
-            log = await lost.last_lines()
-            loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=lost.reported)
-            await lost.note_loss(loss)
-            if lost.session_id is not None and lost.session_id == last.session:
-                why = loss.words
-        cluster._tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
-        cluster._tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
-        await cluster._stop_looking()
-        await cluster.connection.unsubscribe()
-        self.link.close()
-        cluster.connection.forget_workers()
-        async with cluster._lock:
-            await self._stop_all(record, keeper)
-            cluster._move(replace(cluster.place, number=number))
-            self.link.rank = Rank.OWNER  # the next sessions belong to this one
-            self.is_joined = False
-            keeper.renew()
-            self._keep(keeper)
-            await start(cluster, strict=False)
-        cluster._begin_looking()
-        cluster._tell(
-            f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begin:.0f} s"
-        )
-        return True
-
-    async def _stop_all(self, record: Record, keeper: Keeper) -> None:
-        """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
-        cluster = self._cluster
-        processes = cluster.processes.launched
-        await keeper.journal.write(processes)
-        latest = await asyncio.to_thread(store.refreshed, record)
-        await cluster.ending.stop_all(latest.sessions)
-        await keeper.journal.write(processes)
 
     # -- end
 
@@ -598,30 +487,37 @@ class Sharing:
 
         A cluster that its creator leaves runs on without a user, whatever ``shutdown_on_close`` was.
         """
-        try:
+        with self._warn_if_unwritten():
             if self.record is not None and not self.connects:
                 await self.link.live_on()
-            await asyncio.gather(*self._posting)
+            # One that is refused, of which the user is told, does not end the others.
+            await within(2 * timing.answer, asyncio.gather(*self._posting, return_exceptions=True))
+
+    @contextlib.contextmanager
+    def _warn_if_unwritten(self) -> Iterator[None]:
+        """Warn of a request that the scheduler does not have when this process leaves."""
+        try:
+            yield
         except (*NO_ANSWER, CMLError, ValueError) as error:  # the scheduler refuses a change, for example
             name = self._cluster.options.name
             logger.warning("Cluster %s left before its last change was written: %s", name, error)
 
     async def close(self, how: How) -> None:
         """Write the record for the last time. If this process leaves, another one keeps the cluster."""
-        if self.role is not Role.KEEPER:
-            return
-        await self.keeper.journal.write(self._cluster.processes.launched)
+        if self.is_keeper:
+            await self.keeper.journal.write(self._cluster.processes.launched)
         if how is How.LEAVE:
-            await self.keeper.publish(leaves=True)
-            # Another process keeps it, or nobody answers.
-            with contextlib.suppress(CMLError):
-                await self.link.post_unreported()
+            # Together in less than the time of files, so that the user is told if the scheduler hangs.
+            if self.is_keeper:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(timing.files / 2, self.keeper.publish(leaves=True))
+            with self._warn_if_unwritten():
+                await within(timing.files / 3, self.link.post_unreported())
 
     def forget(self) -> None:
         """Forget the board, because this object is closed."""
         self.link.board = BoardState()
-        self._follow_role(Report())
-        self.role = Role.NONE
+        self.role = Follower(self._cluster, self.link, Report())
 
     async def why_closed(self) -> str | None:
         """Return why the scheduler has closed for good, by its last answer or its file. None: it has not."""
@@ -631,20 +527,18 @@ class Sharing:
 
     def stop_and_remove(self) -> None:
         """Stop all sessions of the cluster, from all processes, and remove the record. Blocks."""
+        output.flush()  # the cluster's own log is kept with its history
         if self.record is None:
             self._cluster.api.end()
-        else:
-            record = replace(self.record, launches={})
-            stop_and_remove(record, self._cluster.api, self._cluster.end_reason)
+            return
+        # Those of a follower, if nobody can read the record. The API knows those of the keeper.
+        known = {session.id: Launch(session.id, session.name, None, 0) for session in self.sessions}
+        record = replace(self.record, launches=known)
+        last = stop_and_remove(record, self._cluster.api, self._cluster.end_reason)
+        if last is not record:  # else another process has deleted it
+            self._usage, self.lasted = usage_of(last, time.time()), last.age
 
     # -- what users ask for
-
-    async def remember_usage(self) -> None:
-        """Remember what the cluster has used, before its record is removed."""
-        if self.record is not None:
-            with contextlib.suppress(OSError, CMLError):
-                last = await asyncio.to_thread(store.read_again, self.record)
-                self._usage, self.lasted = usage_of(last, time.time()), self.record.age
 
     def usage(self) -> Usage:
         """Return what the cluster has used. Blocks.
@@ -659,48 +553,30 @@ class Sharing:
         return usage_of(store.read_again(self.record or self.new_record), time.time())
 
     def logs(self) -> SessionLogs:
-        """Return the logs of the sessions. Those of a closed cluster are in its history."""
-        cluster = self._cluster
-        if cluster.status == Status.closed and self.record is not None and not cluster.options.log_directory:
-            return kept_logs(self.record)
-        return SessionLogs(
-            cluster.options.name, log_folder(cluster.place.folder, cluster.options.log_directory)
-        )
+        """Return the logs of the sessions. Those of a cluster that was shut down are in its history."""
+        cluster, record = self._cluster, self.record or self.new_record
+        was_shut_down = cluster.status == Status.closed and cluster.ending.how is How.SHUT_DOWN
+        if was_shut_down and self.record is not None and not cluster.options.log_directory:
+            return kept_logs(record)
+        return session_logs(record)
 
     @property
-    def dashboard_url(self) -> str | None:
-        """The URL that leads to the dashboard's port, unless it is that of the scheduler's session."""
+    def dashboard_url(self) -> str:
+        """The URL that leads to the dashboard's port. Empty: another program uses it, or it is not known."""
         if self._forwarder is not None:
             return f"http://127.0.0.1:{self._forwarder.port}"
-        board = self.link.board
-        if not board.serves_dashboard:
-            return ""
-        scheduler = self._cluster.scheduler
+        board, scheduler = self.link.board, self._cluster.scheduler
         session = scheduler and scheduler.session
-        if session and session.app_url:
-            return None
-        return board.app_url or ""
+        url = (session and session.app_url) or board.app_url
+        return url if url and board.serves_dashboard else ""
 
     async def forward_dashboard(self) -> None:
         """Serve the dashboard on a port of this machine."""
-        if self._forwarder is None:
-            self._forwarder = DashboardForwarder(self.open_dashboard)
-
-    async def open_dashboard(self) -> Comm:
-        """Open a comm on which the scheduler serves its dashboard.
-
-        Raises
-        ------
-        OSError
-            If the scheduler does not accept the connection, or has no dashboard.
-        """
-        return await open_comm(str(self.link.address), self.link.connection_args)
+        self._forwarder = DashboardForwarder(
+            lambda: open_comm(str(self.link.address), self.link.connection_args)
+        )
 
     async def close_dashboard(self) -> None:
         """Serve the dashboard no more."""
         if self._forwarder is not None:
             await self._forwarder.close()
-
-
-def _request(kind: str, arguments: Mapping[str, Any]) -> Request:
-    return validate({"kind": kind, **arguments}, Request, "request")

@@ -31,8 +31,7 @@ from distributed.nanny import Nanny
 from distributed.worker import Worker
 
 from dask_cml import compat
-from dask_cml.inheritance import find_modules
-from dask_cml.layout import FOUND_GPUS, GPUS, NANNY_PRELOAD, WORKER, WORKER_GROUP
+from dask_cml.layout import FOUND_GPUS, GPUS, NANNY_PRELOAD, WORKER, WORKER_GROUP, find_modules
 from dask_cml.protocol import EXITED, NOTICE
 
 logger = logging.getLogger("distributed.worker.dask_cml")
@@ -62,16 +61,13 @@ async def dask_setup(server: Any) -> None:
         _come_first(has_nanny=server.nanny is not None)
         find_modules()
         server.startup_information["cml"] = _about
-        if server.nanny is None:
-            await assign_gpus(str(server.name), os.environ)
-    if isinstance(server, Nanny):
-        _report_exits(server)
-        _forget_preloads(server)
-        await assign_gpus(str(server.name), server.env)
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
+        await assign_gpus(str(server.name), getattr(server, "env", os.environ))
     if isinstance(server, Nanny):
+        _report_exits(server)
+        _forget_preloads(server)
         await _reach_scheduler(server)
 
 
@@ -141,7 +137,10 @@ def _report_exits(nanny: Nanny) -> None:
 
 
 async def _tell() -> None:
-    """Tell the scheduler that the session is about to be stopped."""
+    """Tell the scheduler that the session is about to be stopped. It has to know the session's worker."""
+    if all(server.status is Status.init for server in _servers):
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)  # ends this process, as before it had the handler
     names = [str(server.name) for server in _servers]
     logger.warning("Session about to be stopped: workers %s retire", ", ".join(names))
     try:

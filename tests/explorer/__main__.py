@@ -1,7 +1,5 @@
 """Plays many episodes, and prints what they have shown: ``cd tests; python -m explorer 10000``."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import multiprocessing
@@ -11,20 +9,19 @@ import time
 
 from .episode import Outcome
 from .play import play_quietly, prepare
-from .schedule import MORE, USUAL
+from .schedule import MORE
 
 #: Episodes after which the figures so far are printed.
 _OFTEN = 1000
 
 
 def main() -> int:
-    """Play the episodes, and return how many of them have violations."""
     parser = argparse.ArgumentParser(prog="python -m explorer", description=main.__doc__)
     parser.add_argument("episodes", type=int, help="how many")
     parser.add_argument("--first", type=int, default=random.randrange(10**6), help="the first seed")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument("--story", action="store_true", help="print what happens in each episode")
-    parser.add_argument("--more", nargs="*", choices=[*MORE], default=USUAL, help="which further steps")
+    parser.add_argument("--more", nargs="*", choices=[*MORE], default=[*MORE], help="which further steps")
     arguments = parser.parse_args()
     play = functools.partial(play_quietly, more=arguments.more)
     seeds = range(arguments.first, arguments.first + arguments.episodes)

@@ -1,7 +1,5 @@
 """Who uses a cluster: notebooks, the web UI, and commands, each a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -56,7 +54,6 @@ class Actor:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs, and is not paused."""
         return self.process.runs
 
     @property
@@ -69,7 +66,6 @@ class Actor:
         return self.process.env["CDSW_ENGINE_ID"]
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do something alongside the schedule. What a user may see as an error is none."""
         task = self.process.start(self._as_user(coroutine))
         self.under_way.append(task)
         return task
@@ -100,7 +96,6 @@ class User(Actor):
 
     @property
     def open(self) -> CMLCluster | None:
-        """The cluster, if it runs, as far as this process knows."""
         if not self.runs or self.cluster is None or self.cluster.status != Status.running:
             return None
         return self.cluster
@@ -169,7 +164,6 @@ class Notebook(User):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the cluster starts, runs, or closes."""
         if not self.lives:
             return False
         if any(not task.done() for task in self.under_way):
@@ -178,7 +172,6 @@ class Notebook(User):
         return self._cluster is not None and self._cluster.status not in over
 
     def create(self, cls: type[CMLCluster] = CMLCluster, **options: Any) -> None:
-        """Make a cluster, or connect to it."""
         self.start(self._make(lambda: cls(**OPTIONS, **options, **_QUIET)))
 
     def connect(self) -> asyncio.Task[Any]:
@@ -344,6 +337,5 @@ class Command(Actor):
 
 
 def _program_of(command: click.Command) -> Callable[..., Coroutine[Any, Any, None]]:
-    """Return the coroutine function of a command."""
     program: Callable[..., Coroutine[Any, Any, None]] = command.callback  # type: ignore[assignment]
     return program

@@ -1,7 +1,5 @@
 """Plays a schedule, and checks what is left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
@@ -68,7 +66,6 @@ class Episode:
         world.sessions.stopped = self._note_stop  # type: ignore[method-assign]
 
     async def play(self) -> Outcome:
-        """Play it all."""
         with self.log.captured():
             # From the session of the notebook A, by a process of its own.
             [others] = Actor(self.world, "A").process.call(self._launch_others)
@@ -112,7 +109,6 @@ class Episode:
         return self.actors[name]
 
     def do(self, who: str, what: str, arguments: tuple[Any, ...]) -> None:
-        """Do a step, unless there is nobody to do it."""
         name = what.replace(" ", "_")
         known = self.actors.get(who)
         if known is not None and known.lives and not known.runs:
@@ -150,7 +146,6 @@ class Episode:
                 getattr(keeper, name)(keeper.open, *arguments)
 
     def idle(self, who: str) -> bool:
-        """Whether somebody has no cluster."""
         actor = self.actors.get(who)
         if actor is None or not actor.lives:
             return True
@@ -172,7 +167,6 @@ class Episode:
             others.master = master
 
     def sessions(self, role: str) -> list[SimulatedSession]:
-        """Return the live sessions of workers, or of the scheduler, the oldest first."""
         found = [session for session in self.platform.live_sessions if session.id != self.others]
         found = [session for session in found if not self._is_beyond_reach(session)]
         return [session for session in found if (session.key == "scheduler") == (role == "scheduler")]
@@ -238,7 +232,6 @@ class Episode:
             process.start(connect_in_a_task(process, kind))
 
     def _restart(self, who: str, after: float, how: str) -> None:
-        """Restart the kernel of a notebook, which then uses the cluster again."""
         if who in self.actors and self.actors[who].runs:
             self.away.add(who)
             self.actors[who].kill()
@@ -319,7 +312,6 @@ class Episode:
         self.world.loop.call_later(seconds, setattr, self.world.files, "stale", False)
 
     def heal(self) -> None:
-        """Nothing goes wrong any more."""
         self.note("all faults stop")
         for task in self._later:
             task.cancel()
@@ -375,7 +367,6 @@ class Episode:
                 await self._run("delete", again=True)
 
     def _not_stopped(self) -> list[str]:
-        """Return the cluster's sessions that nobody has stopped."""
         left = [*self.sessions("scheduler"), *self.sessions("worker")]
         return [f"{session.key} ({session.id})" for session in left if not session.stop_requested]
 
@@ -450,6 +441,10 @@ class Episode:
         if self._keeper() is None and not await self._until(is_true, 10.0):
             await self._let_one_stay()
             await self._until(is_true)
+        if not is_true() and self._has_ended_unheard():
+            self.note("A: connect")
+            await self._until_done(self.actor("A").connect(), "connect")
+            await self._until(is_true)
         self._check_objects()
         if not await self._until(is_true, 0.0):
             self.violate(f"the last request {wanted} is not what runs: {'; '.join(wrong)}")
@@ -465,6 +460,15 @@ class Episode:
             self.outcome.converged = time.monotonic() - began
             self.note(f"the last request is true after {self.outcome.converged:.1f} s")
 
+    def _has_ended_unheard(self) -> bool:
+        """Return whether a recorded worker has ended before its program began.
+
+        Only a process in the session that owns it can know that it is not queued any more.
+        """
+        record, ended = self.record(), [session for session in self.platform.all.values() if not session.live]
+        recorded = {} if record is None else record.sessions
+        return any(session.id in recorded.keys() - self.world.sessions.processes.keys() for session in ended)
+
     def _is_heard(self, wanted: dict[str, int]) -> bool:
         """Return whether a scheduler knows of a request. Otherwise the request dies with its process."""
         boards = [plugin._board for plugin in self._plugins()]
@@ -475,7 +479,6 @@ class Episode:
         return any(plugin._watchers.timeout is None for plugin in self._plugins())
 
     def _plugins(self) -> list[Any]:
-        """Return the plugins of the schedulers that run."""
         sessions = self.sessions("scheduler")
         schedulers = [program for session in sessions for program in self.world.sessions.program(session.id)]
         return [scheduler.plugins[NAME_OF_PLUGIN] for scheduler in schedulers]
@@ -523,12 +526,14 @@ class Episode:
         return None
 
     def _differs(self, wanted: dict[str, int]) -> list[str]:
-        """Return how what runs differs from what is wanted."""
         record = self.record()
         if record is None:
             return ["no record"]
         found: list[str] = []
         live = {session.id: session.key for session in self.sessions("worker") if not session.stop_requested}
+        if self._failed():
+            # Its user knows that others may still run, until _shut_down_again.
+            live = {id: key for id, key in live.items() if id in record.sessions}
         # A half-made session whose refusal was lost is listed like a queued one, for ever.
         runs = [key for id, key in live.items() if not self.platform.all[id].half_made]
         if Counter(map(_group_of, live.values())) != +Counter(wanted):
@@ -603,6 +608,8 @@ class Episode:
         creator, last = self.actors["A"], record.scheduler
         if isinstance(creator, Notebook) and creator.lives and not creator.started:
             return False  # its start fails, which ends the cluster
+        if self.was_stale and len(self.sessions("scheduler")) > 1:
+            return False  # one of them could not take its name
         return last.session == session.id and last.address is not None and not last.closed
 
     def _check_losses(self) -> None:
@@ -622,7 +629,6 @@ class Episode:
                 self.violate(f"the data of worker {session.key} ({session.id}) was lost when it was stopped")
 
     def _told(self, keepers: Iterable[User]) -> list[str]:
-        """Return what clusters have told their users."""
         clusters = [keeper.cluster for keeper in keepers if keeper.cluster is not None]
         return [line for cluster in clusters for line in lines_of(cluster)]
 
@@ -665,7 +671,6 @@ class Episode:
         )
 
     def _is_busy(self) -> bool:
-        """Whether a notebook starts, has or ends the cluster. It may not have its name yet."""
         return any(isinstance(actor, Notebook) and actor.is_busy for actor in self.actors.values())
 
     def _is_starting(self) -> bool:
@@ -727,11 +732,13 @@ class Episode:
 
     async def _shut_down_again(self) -> None:
         """Let users whose ``shutdown()`` has named sessions that were not stopped call it again."""
-        for actor in [*self.actors.values()]:
-            failed = isinstance(actor, Notebook) and actor.cluster and actor.cluster.status == Status.failed
-            if failed and actor.runs:
-                self.note(f"{actor.name}: shut down again, after {actor.errors[-1:]}")
-                await self._shut_down(actor, actor.cluster)
+        for actor in self._failed():
+            self.note(f"{actor.name}: shut down again, after {actor.errors[-1:]}")
+            await self._shut_down(actor, actor.cluster)
+
+    def _failed(self) -> list[Notebook]:
+        notebooks = [actor for actor in self.actors.values() if isinstance(actor, Notebook) and actor.runs]
+        return [actor for actor in notebooks if actor.cluster and actor.cluster.status == Status.failed]
 
     async def _check_sessions(self) -> None:
         await self._until(lambda: not self._left_running(), 200.0)
@@ -780,5 +787,4 @@ class Episode:
 
 
 def _group_of(key: str) -> str:
-    """Return the worker group of a session."""
     return "default" if key.count("-") == 1 else key.split("-")[1]

@@ -1,7 +1,5 @@
 """What is logged in an episode."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -14,7 +12,7 @@ from simulated.faults import UnexpectedError
 from simulated.process import Killed, current
 
 #: Functions of dask-cml that Dask calls instead of its own, to which they lead.
-_PASS_ON = ("read_handshake", "_ensure_connected")
+_PASS_ON = ("read_handshake", "_ensure_connected", "terminate")
 _LOST = re.compile(r"Removing worker '(\S+)' caused the cluster to lose")
 #: Dask logs it when a client closes that is not connected.
 _EXPECTED = (Killed, UnexpectedError, asyncio.CancelledError)

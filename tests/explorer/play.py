@@ -1,7 +1,5 @@
 """Plays the episode of a seed."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io
@@ -19,13 +17,13 @@ from simulated.world import World, world
 
 from .episode import Episode, Outcome
 from .log import isolated_loggers
-from .schedule import USUAL, schedule_of
+from .schedule import MORE, schedule_of
 
 # Dask removes the scratch folders of killed processes when Python exits, which logs that they are gone.
 logging.getLogger("distributed.diskutils").setLevel(logging.CRITICAL)
 
 
-def play(seed: int, more: Collection[str] = USUAL) -> Outcome:
+def play(seed: int, more: Collection[str] = tuple(MORE)) -> Outcome:
     """Play the episode of a seed. An exception that it or a thread raises is a violation, too."""
     schedule = schedule_of(seed, more)
     outcomes = [Outcome()]
@@ -68,8 +66,7 @@ def prepare() -> None:
         logger.handlers = [logging.NullHandler()]
 
 
-def play_quietly(seed: int, more: Collection[str] = USUAL) -> tuple[int, Outcome]:
-    """Return a seed and its outcome."""
+def play_quietly(seed: int, more: Collection[str] = tuple(MORE)) -> tuple[int, Outcome]:
     with warnings.catch_warnings():  # of coroutines that a dead process never awaited
         warnings.simplefilter("ignore")
         outcome = play(seed, more)

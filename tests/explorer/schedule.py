@@ -1,7 +1,5 @@
 """What happens in an episode: all of it follows from the seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -38,8 +36,6 @@ class Crash:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that an episode does."""
-
     #: Decides what the platform does.
     seed: object
     options: Mapping[str, Any]
@@ -63,14 +59,11 @@ class Schedule:
         return "\n".join([*lines, f"ends with {self.ending}, last request {dict(self.last)}"])
 
 
-def schedule_of(seed: int, more: Collection[str] = ()) -> Schedule:
-    """Return the schedule of a seed."""
+def schedule_of(seed: int, more: Collection[str]) -> Schedule:
     return _Writer(random.Random(f"schedule {seed}"), more).write(seed)
 
 
 class _Writer:
-    """Writes a schedule."""
-
     def __init__(self, chance: random.Random, more: Collection[str]) -> None:
         # Of many kinds only some, so that they meet different others.
         self.chance = chance
@@ -90,7 +83,7 @@ class _Writer:
             "n_workers": chance.randrange(4),
             "cpu": processes,
             "processes": processes,
-            "shutdown_on_close": chance.random() < (0.2 if NIGHT & {*self.more} else 0.8),
+            "shutdown_on_close": chance.random() < 0.5,
         }
         self.groups = ["default"]
         if chance.random() < 0.4:
@@ -256,11 +249,6 @@ MORE: dict[str, dict[str, float]] = {
     "forbidden": {"leave alone": 5.0, "forbid launches": 3.0},
     "blackouts": {"outage": 4.0},
 }
-#: What of it happens in all episodes. In the rest, a queued session that fails while nobody lists it is
-#: replaced only after ``pending_timeout``, for which no episode waits.
-USUAL = tuple(name for name in MORE if name not in ("alone", "residents", "forbidden"))
-#: What of it is about clusters that live on without their creator.
-NIGHT = {"passers-by", "alone", "residents", "forbidden"}
 #: Steps that take their time.
 _LASTING = ("pause", "pause scheduler", "cut off", "leave alone", "pause resident", "outage")
 _ACTORS = {

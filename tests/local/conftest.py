@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import os
 import tempfile
@@ -30,7 +28,6 @@ ENDS = {
 
 
 def supervisor_of(session: dict[str, Any]) -> int:
-    """The process id of a session's supervisor."""
     return int(state.read_session(session["id"])["supervisor"])
 
 
@@ -81,8 +78,6 @@ def launch(workers_v1: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def find(workers_v1: Any) -> Callable[[str], dict[str, Any]]:
-    """Find a session in the list by its id."""
-
     def find(session_id: str) -> dict[str, Any]:
         return next(session for session in workers_v1.list_workers() if session["id"] == session_id)
 
@@ -110,8 +105,6 @@ def reaches(find: Any, until: Any) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def output_of(launch: Any, reaches: Any, directory: Path) -> Callable[..., str]:
-    """Run code that may write to ``{output}``, and return what it has written there."""
-
     def output_of(code: str, **options: Any) -> str:
         path = directory / "output"
         [session] = launch(code=code.replace("{output}", str(path)), **options)

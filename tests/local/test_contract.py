@@ -1,7 +1,5 @@
 """What is known of the Workers API, and must hold for whatever stands in for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,16 +1,21 @@
-from __future__ import annotations
-
 import fcntl
+import importlib
 import os
 import pwd
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 
 import pytest
+from distributed import Client
+from ports import free_port
 
 from dask_cml import local
-from dask_cml.local import state
+from dask_cml.local import processes, state, workers
 
-from .conftest import FOREVER
+from .conftest import FOREVER, alive, supervisor_of
 
 
 def test_an_invalid_quota_is_refused_and_changes_nothing(platform, launch):
@@ -123,4 +128,225 @@ def test_a_file_system_whose_locks_belong_to_a_process_is_refused(platform, laun
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None if how == shared else lock(file, how))
     with pytest.raises(OSError, match="set DASK_CML_LOCAL_DIRECTORY to a folder on a local disk"):
         launch(code="pass")
+    assert platform.sessions() == []
+
+
+_NAMES = ("cml", "cml.workers_v1", "cdsw")
+
+
+@pytest.fixture
+def no_cml():
+    """What other tests have imported as cml is unknown here. What this test imports is forgotten after it."""
+    # Not another sys.modules: the import statement would still find modules in the first one.
+    before = {name: sys.modules.pop(name) for name in _NAMES if name in sys.modules}
+    yield
+    for name in _NAMES:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+@pytest.fixture(params=["cml/workers_v1.py", "cdsw.py"])
+def real(no_cml, monkeypatch, tmp_path, request):
+    """The name of a real module that can be imported."""
+    path = tmp_path / request.param
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return request.param.removesuffix(".py").replace("/", ".")
+
+
+def test_installed_platform_is_imported_as_cml_and_as_cdsw(platform, no_cml, monkeypatch, tmp_path):
+    (tmp_path / "cml").mkdir()  # a folder without modules is no real one
+    monkeypatch.syspath_prepend(tmp_path)
+    platform.install()
+    platform.install()
+    assert importlib.import_module("cml.workers_v1") is local
+    assert importlib.import_module("cdsw") is local
+    namespace: dict = {}
+    exec("from cml import workers_v1", namespace)
+    assert namespace["workers_v1"] is local
+
+
+def test_a_real_module_is_not_hidden_unless_forced(platform, real):
+    with pytest.raises(RuntimeError, match=f"{real.split('.')[0]} is installed.*force"):
+        platform.install()
+    assert importlib.import_module(real) is not local
+    platform.install(force=True)
+    assert importlib.import_module(real) is local
+
+
+class HandmadeCluster:
+    """A cluster as helpers before dask-cml made it: by the older module, with no more than it offers."""
+
+    def __init__(self, workers: int, port: int) -> None:
+        self.api = importlib.import_module("cdsw")
+        self.workers, self.port = workers, port
+
+    def init(self) -> None:
+        where = f"--host 0.0.0.0 --port {self.port} --dashboard-address 127.0.0.1:0"
+        [scheduler] = self.start(1, f"!dask scheduler {where}")
+        self.url = f"tcp://{scheduler['ip_address']}:{self.port}"
+        self.start(self.workers, f"!dask worker {self.url}")
+
+    def start(self, n: int, code: str) -> list[dict]:
+        launched = self.api.launch_workers(n=n, cpu=1, memory=1, nvidia_gpu=0, code=code)
+        return self.api.await_workers(launched, wait_for_completion=False, timeout_seconds=300)["workers"]
+
+    def terminate(self) -> None:
+        self.api.stop_workers()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_written_for_cdsw_runs_unchanged(platform, no_cml, monkeypatch, until):
+    monkeypatch.setattr(workers, "_POLL_INTERVAL", 0.1)
+    platform.install()
+    cluster = HandmadeCluster(2, free_port())
+    cluster.init()
+    with Client(cluster.url, timeout=120) as client:
+        client.wait_for_workers(2, timeout=120)
+        assert client.submit(sum, [1, 2]).result(timeout=120) == 3
+    cluster.terminate()
+    until(lambda: {session["status"] for session in platform.sessions()} == {"stopped"})
+
+
+LAUNCH = (
+    f"from dask_cml import local; print(local.launch_workers(1, 1, 1, code={FOREVER!r})[0]['id'], flush=True)"
+)
+# A daemon: in a session of its own, not a descendant of the session's first process, deaf to SIGTERM.
+DAEMON = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with open({path!r} + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename({path!r} + ".new", {path!r})
+        time.sleep(600)
+    os._exit(0)
+while not os.path.exists({path!r}):
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def daemon(directory, until):
+    """Code that makes a daemon, and a function that waits for its process id."""
+    path = directory / "daemon"
+
+    def pid():
+        until(path.exists)
+        return int(path.read_text())
+
+    return DAEMON.format(path=str(path)), pid
+
+
+def test_session_outlives_the_process_that_launched_it(platform, launch, reaches):
+    """All processes of a user see and stop it."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"{LAUNCH}\n{FOREVER}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    there = launcher.stdout.readline().strip()
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    reaches(there, "running")
+    [here] = launch(code=FOREVER)
+    assert {session["id"] for session in platform.list_workers()} == {here["id"], there}
+    stop = f"from dask_cml import local; local.stop_workers({here['id']!r}, {there!r})"
+    subprocess.check_call([sys.executable, "-c", stop])
+    reaches(here, "stopped")
+    reaches(there, "stopped")
+
+
+def test_stop_leaves_no_process(platform, launch, reaches, daemon):
+    code, pid = daemon
+    [session] = launch(code=f"{code}\n{FOREVER}")
+    daemon_pid = pid()
+    reaches(session, "running")
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert not alive(daemon_pid)
+    assert processes.find(session["id"]) == set()
+
+
+def test_the_processes_of_a_session_end_with_its_code(launch, reaches, daemon):
+    code, pid = daemon
+    [session] = launch(code=code)
+    daemon_pid = pid()
+    reaches(session, "succeeded")
+    assert not alive(daemon_pid)
+
+
+@pytest.fixture
+def asked(launch, directory, until):
+    """Launch a session of two processes, of which each writes its name when it is asked to end."""
+
+    def asked(main="sys.exit()"):
+        code = (
+            "import os, signal, subprocess, sys, time\n"
+            f"os.chdir({str(directory)!r})\n"
+            "def ask(name, then):\n"
+            "    def leave(*_): open(name, 'w').close(); exec(then)\n"
+            "    signal.signal(signal.SIGTERM, leave)\n"
+            "    open(f'{name} ready', 'w').close()\n"
+            "if os.fork() == 0: ask('child', 'pass')\n"
+            f"else: ask('main', {main!r})\n"
+            "while True: time.sleep(600)"
+        )
+        [session] = launch(code=code)
+        until(lambda: len(names(directory)) == 2)
+        return session
+
+    return asked
+
+
+def names(directory):
+    return {path.name for path in directory.iterdir()}
+
+
+def test_only_the_main_process_is_asked_to_end_and_all_are_killed_after_the_grace(
+    platform, asked, reaches, directory
+):
+    platform.configure(stop_grace=2.0)
+    session = asked(main="pass")
+    begin = time.monotonic()
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert time.monotonic() - begin >= 2.0
+    assert names(directory) == {"main ready", "child ready", "main"}
+
+
+def test_a_session_without_its_supervisor_fails_and_leaves_no_process(platform, launch, reaches, daemon):
+    platform.configure(memory_limit=False)
+    code, pid = daemon
+    [session] = launch(code=f"{code}\n{FOREVER}")
+    daemon_pid = pid()
+    reaches(session, "running")
+    os.kill(supervisor_of(session), signal.SIGKILL)
+    reaches(session, "failed")
+    assert not alive(daemon_pid)
+    assert processes.find(session["id"]) == set()
+    assert not (state.folder_of(session["id"]) / "tmp").exists()
+    assert not state.temporary_of(session["id"]).is_symlink()
+
+
+@pytest.mark.slow
+def test_a_launch_removes_what_has_ended_long_ago(platform, launch, reaches, monkeypatch):
+    [ended], [live] = launch(code="pass"), launch(code=FOREVER)
+    reaches(ended, "succeeded")
+    [newer] = launch(code=FOREVER)
+    assert ended["id"] in {session["id"] for session in platform.sessions()}
+    monkeypatch.setattr(state, "_KEPT", 0.0)
+    [newest] = launch(code=FOREVER)
+    left = {live["id"], newer["id"], newest["id"]}
+    assert {session["id"] for session in platform.sessions()} == left
+
+
+def test_commands_without_ipython_show_how_to_install_it(platform, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"dask-cml\[local\]"):
+        platform.launch_workers(1, 1, 1, code="!true")
     assert platform.sessions() == []

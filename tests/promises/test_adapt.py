@@ -1,12 +1,10 @@
 """adapt() launches sessions while tasks wait, and stops those that are idle."""
 
-from __future__ import annotations
-
 import asyncio
 
 import dask
 import pytest
-from clusters import arrived, connected, simulate, target
+from clusters import arrived, connected, simulate, supplied, target
 from distributed import Client
 from simulated.testing import eventually, simulated
 
@@ -84,6 +82,7 @@ async def test_invalid_limits_are_refused_and_change_nothing(it):
         for arguments, error, words in (
             ({"minimum": -1}, ValueError, "minimum=-1"),
             ({"maximum": "all"}, TypeError, "maximum='all'"),
+            ({"Adaptive": int}, TypeError, "Adaptive=<class 'int'>"),
             ({"minimum": 3, "maximum": 2}, ValueError, "maximum=2"),
             ({"maximum_memory": "lots"}, ValueError, "maximum_memory='lots'"),
             ({"minimum_cores": 4, "maximum": 1}, ValueError, "maximum=1"),
@@ -125,8 +124,7 @@ async def test_a_session_is_launched_only_if_enough_work_is_left_when_it_is_read
         await asyncio.sleep(0.05)
         return n
 
-    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
+    async with supplied(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         await client.gather(client.map(quickly, range(5)))  # Dask has seen these tasks
         cluster.adapt(minimum=1, maximum=10)
         for n in range(10, 60, 10):
@@ -150,8 +148,7 @@ async def test_a_client_that_waits_in_scatter_gets_a_worker(it):
 
 @simulated
 async def test_adapting_to_fewer_sessions_loses_no_data(it):
-    async with simulate(n_workers=4) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(4)
+    async with supplied(n_workers=4) as cluster, Client(cluster, asynchronous=True) as client:
         futures = await client.scatter([*range(20)])
         cluster.adapt(minimum=1, maximum=2)
         await eventually(lambda: len(connected(cluster)) <= 2)

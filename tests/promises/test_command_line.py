@@ -1,7 +1,5 @@
 """``dask cml``: what its commands do, print and return."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -24,14 +22,8 @@ LAB = {"name": "lab", "security": True}
 
 
 @pytest.fixture
-def locally(platform, no_nannies, monkeypatch):
-    """Commands that create clusters on the local platform."""
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
-    with dask.config.set({"cml.platform": "local"}):
-        yield platform
-
-
-# -- a cluster's life in a shell
+def locally(locally, no_nannies):
+    return locally
 
 
 def test_a_shell_creates_lists_scales_shows_and_deletes_a_cluster(locally, until, monkeypatch):
@@ -106,14 +98,11 @@ def test_flags_override_a_file_of_options(locally, tmp_path, monkeypatch):
 
 
 def test_an_invalid_option_is_an_error_in_one_line_and_launches_nothing(locally):
-    error = run("create", "--memory", "lots", code=1)
-    assert error.startswith("Error: invalid memory='lots': expected GiB as a number above 0")
+    error = run("create", "--memory", "lots", code=2)
+    assert error.startswith("Error: invalid --memory='lots': expected GiB as a number above 0")
     assert len(error.splitlines()) == 1
     assert "No such option" in run("create", "--no-such-option", code=2)
     assert locally.sessions() == []
-
-
-# -- scale, adapt and groups
 
 
 @pytest.mark.slow
@@ -135,6 +124,7 @@ async def test_groups_are_added_scaled_listed_and_deleted(it):
     async with simulate(**LAB) as cluster:
         added = await shell_in_world("group", "add", "lab", "big", "--n-workers", 1, "--memory", "4 GiB")
         assert added == "Worker group big added to cluster lab: 1 worker\n"
+        assert "idle for" in await shell_in_world("list")  # from its first second
         await shell_in_world("scale", "lab", 2, "--group", "big")
         assert arrived(cluster) == cluster.worker_groups["big"].n_workers == 2
         listed = await shell_json("group", "list", "lab")
@@ -142,9 +132,6 @@ async def test_groups_are_added_scaled_listed_and_deleted(it):
         deleted = await shell_in_world("group", "delete", "lab", "big")
         assert deleted == "Worker group big deleted from cluster lab\n"
         assert cluster.worker_groups.keys() == {"default"}
-
-
-# -- look at clusters
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """dask-ctl manages clusters. Collected where dask-ctl is installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,6 +8,7 @@ import pytest
 from clusters import live
 from shells import run_json
 
+pytestmark = pytest.mark.usefixtures("locally")
 SPEC = """
 version: 1
 module: dask_cml
@@ -18,11 +17,6 @@ kwargs:
   name: mine
   n-workers: 1
 """
-
-
-@pytest.fixture(autouse=True)
-def locally(platform, monkeypatch):
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
 
 
 @pytest.fixture

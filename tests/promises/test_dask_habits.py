@@ -1,7 +1,5 @@
 """What users of Dask are used to holds in sessions, too."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

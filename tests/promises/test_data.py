@@ -1,20 +1,17 @@
 """Scaling down loses no data."""
 
-from __future__ import annotations
-
 import asyncio
 
 import dask
 import pytest
-from clusters import arrived, connected, lines_of, simulate, target
+from clusters import arrived, connected, lines_of, simulate, supplied, target
 from distributed import Client
 from simulated.testing import eventually, simulated
 
 
 @simulated
 async def test_workers_hand_their_results_to_others_before_they_stop(it):
-    async with simulate(n_workers=4) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(4)
+    async with supplied(n_workers=4) as cluster, Client(cluster, asynchronous=True) as client:
         futures = await client.scatter([*range(100)])
         assert (
             len({worker for workers in (await client.who_has(futures)).values() for worker in workers}) == 4
@@ -26,8 +23,7 @@ async def test_workers_hand_their_results_to_others_before_they_stop(it):
 
 @simulated
 async def test_a_worker_that_is_named_hands_over_its_results_and_one_that_is_retired_is_replaced(it):
-    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(2)
+    async with supplied(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         futures = await client.scatter([*range(10)])
         await client.retire_workers(names=["night-0"])
         await eventually(lambda: connected(cluster) == {"night-1", "night-2"})
@@ -41,8 +37,7 @@ async def test_a_worker_that_is_named_hands_over_its_results_and_one_that_is_ret
 
 @simulated
 async def test_after_scaling_to_zero_results_are_computed_again_and_scattered_data_is_lost(it):
-    async with simulate(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
+    async with supplied(n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         computed = client.submit(pow, 2, 10)
         assert await computed == 1024
         [scattered] = await client.scatter(["data"])
@@ -55,8 +50,7 @@ async def test_after_scaling_to_zero_results_are_computed_again_and_scattered_da
 
 @simulated
 async def test_a_worker_stays_until_another_can_take_its_data(it):
-    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
+    async with supplied(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         [data] = await client.scatter(["data"])
         it.platform.doom("silent")
         cluster.scale(2)
@@ -84,8 +78,7 @@ async def test_a_worker_with_an_actor_stays(it):
             self.n += n
             return self.n
 
-    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(2)
+    async with supplied(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         counter = await client.submit(Counter, actor=True, workers=["night-0"])
         assert await counter.add(1) == 1
         await cluster.scale_down(["night-0"])
@@ -102,8 +95,7 @@ async def test_a_task_that_runs_is_run_again_elsewhere_when_its_worker_is_stoppe
         await asyncio.sleep(30.0)
         return i
 
-    async with simulate(n_workers=3) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(3)
+    async with supplied(n_workers=3) as cluster, Client(cluster, asynchronous=True) as client:
         futures = client.map(slowly, range(6))
         while not any((await client.processing()).values()):
             await asyncio.sleep(0.1)

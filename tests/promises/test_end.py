@@ -1,7 +1,5 @@
 """However a cluster ends, each of its sessions is stopped, and no other one."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
@@ -11,7 +9,7 @@ from typing import Any
 
 import dask
 import pytest
-from clusters import arrived, create_elsewhere, log_of, simulate
+from clusters import arrived, create_elsewhere, log_of, simulate, supplied
 from jupyter_client import BlockingKernelClient
 from jupyter_client.manager import start_new_kernel
 from programs import Program
@@ -96,6 +94,9 @@ WAITS = {
     "async, in a block": ASYNC_BLOCK,
     "async, unclosed": UNCLOSED + "    await asyncio.sleep(3600)\nasyncio.run(main())",
 }
+each_signal = pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
+)
 STARTS = 'print("ready", flush=True)\nCMLCluster(n_workers=2, quiet=True)'
 
 
@@ -147,9 +148,7 @@ def test_an_error_that_ends_a_program_stops_all_sessions(platform, light, code):
 
 
 @pytest.mark.parametrize("code", each_of(WAITS, "sync"))
-@pytest.mark.parametrize(
-    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
-)
+@each_signal
 def test_ctrl_c_and_a_signal_that_ends_a_program_stop_all_sessions(platform, light, code, signum):
     program = Program(code).when_ready()
     program.process.send_signal(signum)
@@ -176,9 +175,7 @@ def test_a_terminal_that_closes_stops_all_sessions(platform, light):
     assert unstopped(platform) == []
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
-)
+@each_signal
 def test_a_start_that_is_interrupted_stops_all_sessions(platform, light, until, signum):
     platform.inject("stuck", times=3)
     program = Program(STARTS).when_ready()
@@ -207,7 +204,11 @@ def kernel(platform: ModuleType, light: None, monkeypatch: pytest.MonkeyPatch) -
 
 
 CELL = "from dask_cml import CMLCluster; cluster = CMLCluster(n_workers=1, quiet=True)"
-BUSY = "import threading, _thread, time; threading.Timer(1, _thread.interrupt_main).start(); time.sleep(60)"
+BUSY = """
+import threading, _thread, time
+threading.Timer(1, _thread.interrupt_main).start()
+while True: time.sleep(0.1)
+"""
 
 
 @pytest.mark.slow
@@ -222,9 +223,6 @@ def test_an_error_or_ctrl_c_in_a_cell_stops_nothing_and_a_restart_of_the_kernel_
     assert len(unstopped(platform)) == 2
     manager.restart_kernel()
     until(lambda: unstopped(platform) == [])
-
-
-# -- close()
 
 
 @simulated
@@ -244,8 +242,7 @@ async def test_close_stops_each_session_by_its_id_and_removes_the_folder(it):
 @simulated
 async def test_an_error_in_a_block_closes_the_cluster(it):
     async def fail():
-        async with simulate(n_workers=1) as cluster:
-            await eventually(lambda: arrived(cluster) == 1)
+        async with supplied(n_workers=1):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -308,8 +305,7 @@ async def test_close_has_an_end_while_cml_does_not_answer(it):
 @simulated
 async def test_other_sessions_of_the_user_run_on(it):
     [other] = await asyncio.to_thread(it.platform.launch_workers, 1, cpu=1, memory=1, code="work()")
-    async with simulate(n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(n_workers=1) as cluster:
         cluster.scale(0)
         await eventually(lambda: len(it.platform.live) == 2)
     it.platform.doom("fails", key="scheduler")
@@ -334,9 +330,6 @@ async def test_a_closed_cluster_refuses_what_it_is_asked_for(it):
         with pytest.raises(CMLError, match="cluster night is closed"):
             ask()
     assert len(it.platform.all) == 1
-
-
-# -- ends that others bring about
 
 
 @pytest.mark.slow
@@ -375,16 +368,16 @@ async def test_stop_workers_without_ids_ends_the_cluster_and_its_user_is_told(it
 @simulated
 async def test_sessions_whose_launch_was_not_answered_are_stopped_at_the_end(it):
     it.platform.lose("launch_workers", *[HTTPError(502)] * 3)
-    async with simulate(n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(n_workers=2):
+        pass
     await eventually(lambda: it.platform.live == [])
 
 
 @simulated
 async def test_the_cluster_of_another_program_runs_on_when_this_one_ends_its_own(it):
     creator = await create_elsewhere(it, name="theirs", n_workers=1, orphan_timeout="10 s")
-    async with simulate(name="mine", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="mine", n_workers=1):
+        pass
     assert {*it.platform.running} == {"theirs-scheduler", "theirs-0"}
     creator.kill()
     await eventually(lambda: it.platform.live == [])

@@ -1,14 +1,12 @@
 """The file system fails, is full or hangs: what was asked for stays asked for, and no session is left."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
 import time
 
 import pytest
-from clusters import NOTEBOOK, arrived, create_elsewhere, is_keeper, manager, rebuild, simulate
+from clusters import NOTEBOOK, arrived, create_elsewhere, is_keeper, manager, rebuild, simulate, supplied
 from distributed import Client
 from simulated.process import current
 from simulated.shell import shell, shell_json
@@ -62,8 +60,7 @@ def become_stale(it):
 @pytest.mark.slow
 @simulated
 async def test_a_cluster_that_was_shut_down_stays_so_although_its_file_is_not_written(it, fail, seconds):
-    async with simulate(name="lab", security=True, n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="lab", security=True, n_workers=1) as cluster:
         client = await Client("cml://lab", asynchronous=True)
         heal = fail(it)
         shutting_down = asyncio.ensure_future(client.shutdown())
@@ -94,13 +91,13 @@ async def test_a_scheduler_is_listed_and_stopped_although_a_full_disk_kept_it_fr
 @pytest.mark.slow
 @simulated
 async def test_a_process_creates_a_cluster_anew_that_it_has_left_and_that_is_over(it):
-    async with simulate(name="night", security=True, shutdown_on_close=False, n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="night", security=True, shutdown_on_close=False, n_workers=1):
+        pass
     await eventually(lambda: manager("night") == "its scheduler's session", 200)
     it.platform.evict(it.platform.running["night-scheduler"])
     await eventually(lambda: not it.platform.live, 1000)
-    async with simulate(name="night", security=True, n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="night", security=True, n_workers=1):
+        pass
 
 
 @simulated
@@ -139,8 +136,7 @@ async def test_a_shutdown_succeeds_although_the_file_system_removes_thousands_of
         removes(path, **options)
 
     removes = it.files.shutil.rmtree
-    async with simulate(name="night", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="night", n_workers=1) as cluster:
         it.files.shutil.rmtree = remove_slowly
         await cluster.shutdown()
     assert it.platform.live == []
@@ -151,8 +147,7 @@ async def shut_down_while_files_hang(it, shut_down, pause=0.0):
     """Let the files hang for a process while it calls a function with its cluster."""
 
     async def use():
-        async with simulate(name="night", security=True, n_workers=2) as cluster:
-            await eventually(lambda: arrived(cluster) == 2)
+        async with supplied(name="night", security=True, n_workers=2) as cluster:
             is_ready.set()
             await hangs.wait()
             try:

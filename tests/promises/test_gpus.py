@@ -1,21 +1,17 @@
 """Workers with GPUs: which GPU each one sees, and what a user is told if there is none. No GPU is needed."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
 from types import ModuleType, SimpleNamespace
 
-import dask
 import pytest
-from clusters import arrived, connected, log_of, make, simulate
+from clusters import arrived, connected, log_of, make, simulate, supplied
 from distributed import Client
-from simulated.testing import eventually, simulated
+from simulated.testing import simulated
 
 
 def label(number: str, key: str, value: str) -> SimpleNamespace:
-    """Return a label of a site, as CML's API v2 lists it."""
     return SimpleNamespace(id=number, label_key=key, label_value=value, display_name=None, availability=True)
 
 
@@ -28,7 +24,6 @@ LABELS = [
 
 @pytest.fixture
 def cmlapi(monkeypatch):
-    """CML's client of its API v2."""
     module = ModuleType("cmlapi")
     answer = SimpleNamespace(accelerator_node_label=LABELS)
     module.default_client = lambda: SimpleNamespace(list_all_accelerator_node_labels=lambda: answer)
@@ -55,21 +50,23 @@ async def test_each_worker_of_a_session_sees_its_own_gpu(
     platform, nvidia_smi, holds, found, options, expected
 ):
     nvidia_smi(found)
-    with dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"}):  # of a loaded machine
-        cluster = await make(name="night", n_workers=1, cpu=2, nvidia_gpu=2, **options)
-    async with cluster, Client(cluster, asynchronous=True) as client:
+    async with (
+        make(name="night", n_workers=1, cpu=2, nvidia_gpu=2, **options) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
         await client.wait_for_workers(2)
         await holds(lambda: connected(cluster) == {"night-0-0", "night-0-1"})
         named = {"night-0-0": expected[0], "night-0-1": expected[1]}
         assert await seen(client) == named
-        log = (await cluster.get_logs())["night-0"]
-        said = re.findall(r"WARNING - Worker night-0-(\d): 1 of 2 GPUs found in this session", log)
+        said = None
+        while said is None or len(said) < 2 * (found == 1):  # it is in the log a moment later
+            log = (await cluster.get_logs())["night-0"]
+            said = re.findall(r"WARNING - Worker night-0-(\d): 1 of 2 GPUs found in this session", log)
         assert sorted(said) == (["0", "1"] if found == 1 else [])
         await client.restart()
         assert await seen(client) == named
 
 
-@pytest.mark.slow
 @pytest.mark.images
 @pytest.mark.parametrize("worker_args", [[], ["--no-nanny"]])
 async def test_a_session_without_a_gpu_is_told_and_its_workers_start_nevertheless(
@@ -103,8 +100,7 @@ async def test_a_kind_of_gpu_and_a_network_are_chosen_by_their_names_before_anyt
         await simulate(n_workers=1, nvidia_gpu=1, launch_options={"accelerator_label": "V100"})
     assert it.platform.all == {}
     options = {"accelerator_label": "A100", "rdma_network": [("default/roce-network", 2)]}
-    async with simulate(n_workers=1, nvidia_gpu=1, launch_options=options) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(n_workers=1, nvidia_gpu=1, launch_options=options):
         [arguments] = [sent for sent in it.platform.arguments("launch_workers") if sent["nvidia_gpu"]]
         assert arguments["accelerator_label_id"] == 3
         assert arguments["rdma_network_selections"] == [{"network_label_id": 7, "quantity": 2}]

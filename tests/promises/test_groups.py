@@ -1,11 +1,9 @@
 """A worker group is a set of sessions of one size, which is scaled by itself."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
-from clusters import arrived, connected, simulate
+from clusters import arrived, connected, simulate, supplied
 from distributed import Client, get_worker
 from simulated.testing import eventually, simulated
 
@@ -63,11 +61,7 @@ async def test_a_deleted_group_hands_over_its_data(it):
 
 @simulated
 async def test_larger_workers_take_over_the_data_of_the_first_group(it):
-    async with (
-        simulate(name="night", n_workers=2) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        await client.wait_for_workers(2)
+    async with supplied(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         futures = await client.scatter([*range(20)])
         await cluster.add_worker_group("large", n_workers=2, memory="16 GiB")
         await cluster.wait_for_workers(4)
@@ -103,8 +97,7 @@ async def test_an_invalid_group_is_refused_and_launches_nothing(it):
 
 @simulated
 async def test_a_group_that_the_files_of_a_cluster_cannot_hold_is_refused(it):
-    async with simulate(name="lab", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="lab", n_workers=1) as cluster:
         words = r"invalid options of worker group 'big' with 6\d+ bytes: expected at most"
         with pytest.raises((ValueError, CMLError), match=words):
             await cluster.add_worker_group("big", env={"TABLE": "x" * 600_000})

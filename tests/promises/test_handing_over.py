@@ -1,7 +1,5 @@
 """One process hands a cluster to another: what was asked for is carried out, once, and nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -42,17 +40,12 @@ OTHER = {"CDSW_ENGINE_ID": "other12345678901"}
 
 
 async def addresses_of(client: Client) -> dict[str, str]:
-    """Return the addresses of the Dask workers by their names."""
     workers = (await client.scheduler.identity())["workers"]
     return {worker["name"]: address for address, worker in workers.items()}
 
 
 def seen(cluster: CMLCluster) -> list[tuple[str, str, str]]:
-    """Return the sessions that an object shows."""
     return [(session.id, session.name, session.status) for session in cluster.sessions]
-
-
-# -- the last request counts
 
 
 @pytest.mark.slow
@@ -113,9 +106,6 @@ async def test_the_worker_to_close_stays_the_same_if_its_manager_dies_meanwhile(
         running, status = {*it.platform.running}, data.status
         await remote.shutdown()
     assert (running, status) == ({"lab-scheduler", "lab-0", "lab-2"}, "finished")
-
-
-# -- a manager that was away
 
 
 @pytest.mark.slow
@@ -249,9 +239,6 @@ async def test_what_a_manager_says_that_regains_a_cluster_replaces_what_the_one_
     await shut_down("lab")
 
 
-# -- leaving
-
-
 @pytest.mark.slow
 @simulated
 async def test_who_leaves_a_cluster_that_lives_on_leaves_the_rest_to_its_schedulers_session(it, caplog):
@@ -267,7 +254,20 @@ async def test_who_leaves_a_cluster_that_lives_on_leaves_the_rest_to_its_schedul
     await shut_down()
 
 
-# -- passers-by
+@pytest.mark.slow
+@simulated
+async def test_who_leaves_a_cluster_of_a_killed_creator_leaves_the_rest_to_its_schedulers_session(it):
+    creator = await create_elsewhere(it, name="lab", security=True, n_workers=1)
+    creator.kill()
+    async with rebuild("lab") as other:
+        await eventually(lambda: is_keeper(other))
+        other.scale(0)
+        other.scale(2)
+    while "no process. Its scheduler's session takes over" not in await run_command("info", "lab"):
+        await asyncio.sleep(1.0)
+    await eventually(lambda: n_connected("lab") == 2, 60.0)
+    assert manager("lab") == SCHEDULERS_SESSION
+    await shut_down("lab")
 
 
 @pytest.mark.slow
@@ -314,9 +314,6 @@ async def test_dask_ctl_scales_a_cluster_that_lives_on(it):
         await eventually(lambda: n_connected("night") == 2)
     assert manager("night") == SCHEDULERS_SESSION
     await shut_down()
-
-
-# -- dask cml adapt
 
 
 @pytest.mark.slow

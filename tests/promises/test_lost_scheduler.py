@@ -1,13 +1,12 @@
 """The scheduler's session is lost: another one takes its place, and everybody goes on under the old name."""
 
-from __future__ import annotations
-
 import asyncio
+import time
 from concurrent.futures import CancelledError
 
 import dask
 import pytest
-from clusters import arrived, limits, live, log_of, make, name_of, rebuild, simulate, target
+from clusters import arrived, limits, live, log_of, make, name_of, rebuild, simulate, supplied, target
 from distributed import Client, Variable
 from distributed.core import Status
 from simulated.shell import shell_json
@@ -64,16 +63,18 @@ async def test_results_published_data_and_variables_are_lost_and_futures_are_can
 
 @simulated
 async def test_the_user_reads_the_loss_the_next_launch_and_that_it_is_connected(it):
-    async with simulate(**LAB, n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(**LAB, n_workers=1) as cluster:
         it.platform.set(it.platform.running["lab-scheduler"], k8sMessage="OOMKilled")
+        began = time.monotonic()
         await lose_scheduler(it)
         await eventually(lambda: "connected to another scheduler after" in log_of(cluster))
         lost, launching, connected = log_of(cluster).splitlines()[-3:]
         words = "out of memory, the platform says OOMKilled"
         assert lost == f"Scheduler of cluster lab lost, with tasks and results: {words}"
         assert launching == "Cluster lab launching another scheduler (1 of 3 in a row)"
-        assert connected.startswith("Cluster lab connected to another scheduler after ")
+        connected, _, seconds = connected.removesuffix(" s").rpartition(" after ")
+        assert connected == "Cluster lab connected to another scheduler"
+        assert time.monotonic() - began - float(seconds) < 2  # since it was lost
         assert "scheduler restarted" in repr(cluster)
 
 
@@ -121,8 +122,7 @@ async def test_a_finished_task_begins_the_count_anew(it):
 
 @simulated
 async def test_without_keys_a_new_client_finds_the_next_scheduler(it):
-    async with simulate(name="lab", security=False, n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="lab", security=False, n_workers=1) as cluster:
         await lose_scheduler(it)
         await eventually(lambda: arrived(cluster) == 1)
         async with Client(cluster, asynchronous=True) as client:
@@ -149,7 +149,6 @@ async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_noth
     assert not it.platform.live
 
 
-@pytest.mark.images
 async def test_a_killed_scheduler_process_is_replaced_and_clients_compute_again(platform, holds):
     async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
         await client.wait_for_workers(2)

@@ -1,7 +1,5 @@
 """What is launched costs money: after failures the cluster waits, and gives up at last."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -78,11 +76,7 @@ async def test_workers_that_the_user_ends_are_replaced_and_are_no_failures(it, e
 
 
 def workers(cluster):
-    """The Dask workers that are connected."""
     return cluster.scheduler_info["workers"].values()
-
-
-# -- whoever manages the cluster
 
 
 async def gave_up(cluster: CMLCluster) -> None:

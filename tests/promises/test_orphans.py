@@ -1,7 +1,5 @@
 """Orphans: clusters that nobody uses any more end by themselves, and others see what is left of them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import dask
@@ -55,6 +53,7 @@ async def test_an_orphan_computes_on_without_a_manager(it):
         assert {*it.platform.running} == {"lab-scheduler", "lab-1"}
         about = await shell("info", "lab")
         assert "manager    no process: lost workers are not replaced, and nothing adapts" in about
+        assert "until you run `dask cml scale lab 2`" in about
     await eventually(lambda: not it.platform.live)
 
 

@@ -1,7 +1,5 @@
 """A cluster works on while the platform, the network or the file system fails, and says so."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time
@@ -10,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from clusters import arrived, connected, cut_off, lines_of, log_of, simulate
+from clusters import arrived, connected, cut_off, lines_of, log_of, rebuild, simulate, supplied
 from distributed import Client
 from simulated.faults import CALM, HTTPError, Mishap, Weather
 from simulated.testing import eventually, simulated
@@ -20,7 +18,6 @@ from dask_cml import CMLError
 
 @contextmanager
 def outage(it: Any) -> Iterator[None]:
-    """Let each call of the platform fail."""
     it.platform.luck.weather = Weather(error=1.0)
     try:
         yield
@@ -45,9 +42,6 @@ def managing(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in lines if line.startswith(("Cannot manage", "Managing"))]
 
 
-# -- the platform
-
-
 @pytest.mark.slow
 @simulated
 async def test_a_scheduler_whose_launch_was_answered_by_an_error_is_used_and_not_stopped(it):
@@ -62,8 +56,7 @@ async def test_a_scheduler_whose_launch_was_answered_by_an_error_is_used_and_not
 
 @simulated
 async def test_calls_that_fail_for_some_seconds_are_repeated_and_nobody_notices(it, caplog):
-    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
+    async with supplied(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         with outage(it):
             cluster.scale(3)
             await asyncio.sleep(10.0)
@@ -75,8 +68,7 @@ async def test_calls_that_fail_for_some_seconds_are_repeated_and_nobody_notices(
 
 @simulated
 async def test_an_outage_is_told_when_it_begins_and_ends_and_workers_and_tasks_run_on(it, caplog):
-    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(2)
+    async with supplied(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         with outage(it):
             it.platform.evict(it.platform.running["night-0"])
             await asyncio.sleep(300.0)
@@ -106,8 +98,7 @@ async def test_an_outage_ends_no_start(it):
 
 @simulated
 async def test_a_launch_that_hangs_delays_no_other_launch_and_no_stop(it):
-    async with simulate(name="night", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(name="night", n_workers=2) as cluster:
         with it.platform.hangs("launch_workers"):
             began = time.monotonic()
             cluster.scale(4)
@@ -132,8 +123,7 @@ async def test_a_launch_whose_answer_is_lost_brings_no_second_worker(it):
 @pytest.mark.slow
 @simulated
 async def test_a_worker_that_is_connected_stays_although_the_platform_does_not_list_it(it):
-    async with simulate(name="night", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="night", n_workers=1) as cluster:
         it.platform.set(it.platform.running["night-0"], listed=False)
         await eventually(lambda: cluster.sessions[1].status == "no longer listed", seconds=120)
         await asyncio.sleep(60.0)
@@ -144,8 +134,7 @@ async def test_a_worker_that_is_connected_stays_although_the_platform_does_not_l
 @pytest.mark.slow
 @simulated
 async def test_a_wrong_answer_stops_no_session(it):
-    async with simulate(name="night", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(name="night", n_workers=2) as cluster:
         for answer in None, [], "<html>", {"message": "Internal Server Error"}:
             it.platform.plan("list_workers", *[Mishap(answer=answer, carried_out=False)] * 5)
             await asyncio.sleep(60.0)
@@ -155,13 +144,12 @@ async def test_a_wrong_answer_stops_no_session(it):
 
 @simulated
 async def test_a_replaced_key_is_told_once_with_what_runs_on_and_shutdown_ends_all_programs(it):
-    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
+    async with supplied(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         with refused_key(it):
             await eventually(lambda: "CDSW_API_KEY" in log_of(cluster))
             await asyncio.sleep(60.0)
             [line] = [line for line in lines_of(cluster) if "CDSW_API_KEY" in line]
-            assert "The cluster's 2 sessions and its tasks run on." in line
+            assert "The cluster's 2 sessions and its tasks continue." in line
             for shown in (repr(cluster), cluster._repr_html_()):
                 assert "CDSW_API_KEY" in shown
             assert await client.submit(sum, [1, 2]) == 3
@@ -171,14 +159,10 @@ async def test_a_replaced_key_is_told_once_with_what_runs_on_and_shutdown_ends_a
         await cluster.close()
 
 
-# -- the network
-
-
 @pytest.mark.slow
 @simulated
 async def test_a_broken_network_stops_nothing_and_is_told_when_it_begins_and_ends(it):
-    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(2)
+    async with supplied(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         heal = cut_off(cluster)
         await eventually(lambda: "Cluster night not connected for " in log_of(cluster), seconds=120.0)
         await asyncio.sleep(120.0)
@@ -205,8 +189,7 @@ async def test_shutdown_needs_no_connection(it):
 @pytest.mark.parametrize("refuses", [True, False], ids=["connections break", "packets vanish"])
 @simulated
 async def test_a_worker_whose_network_is_back_works_on_or_is_replaced(it, refuses):
-    async with simulate(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(2)
+    async with supplied(name="night", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         session = it.platform.running["night-0"]
         it.sessions.cut_off(session, 60.0, refuses)
         await asyncio.sleep(120.0)
@@ -215,14 +198,10 @@ async def test_a_worker_whose_network_is_back_works_on_or_is_replaced(it, refuse
         assert await client.gather(client.map(abs, range(10))) == [*range(10)]
 
 
-# -- the file system
-
-
 @pytest.mark.slow
 @simulated
 async def test_a_file_system_that_fails_stops_nothing_and_delays_only_what_needs_it(it):
-    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
+    async with supplied(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         it.files.stale = True
         await asyncio.sleep(600.0)
         assert await client.submit(sum, [1, 2]) == 3
@@ -233,9 +212,11 @@ async def test_a_file_system_that_fails_stops_nothing_and_delays_only_what_needs
         assert "lost" not in log_of(cluster)
 
 
+@pytest.mark.parametrize("manages", [True, False])
 @simulated
-async def test_close_stops_all_sessions_while_the_file_system_fails_and_later_removes_the_folder(it):
-    cluster = await simulate(name="night", n_workers=2)
+async def test_close_stops_all_sessions_while_the_file_system_fails_and_later_removes_the_folder(it, manages):
+    creator = await simulate(name="night", n_workers=2)
+    cluster = creator if manages else await rebuild("night", shutdown_on_close=True)
     await eventually(lambda: arrived(cluster) == 2)
     it.files.stale = True
     with pytest.raises(
@@ -246,3 +227,4 @@ async def test_close_stops_all_sessions_while_the_file_system_fails_and_later_re
     it.files.stale = False
     await cluster.close()
     assert it.clusters == []
+    await creator.close()

@@ -1,17 +1,16 @@
 """The web UI, ``dask cml serve``: its clusters, the clusters of others, and the answers of its API."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
 
 import pytest
 from clusters import create_and_kill, create_elsewhere
-from conftest import PATIENCE, configured
+from conftest import PATIENCE
 from distributed import Client
 from served import PageServer
 from shells import run, run_json
+from simulated.faults import UnexpectedError
 from simulated.shell import shell, shell_json
 from simulated.testing import eventually, simulated
 from web_ui import leave, on_page, running, serving
@@ -19,18 +18,8 @@ from web_ui import leave, on_page, running, serving
 pytestmark = pytest.mark.usefixtures("light")
 
 
-@pytest.fixture
-def locally(platform, monkeypatch):
-    """Commands and the web UI create clusters on the local platform."""
-    with configured(monkeypatch, "platform", "local"):
-        yield platform
-
-
 async def info(name):
     return await shell_json("info", name)
-
-
-# -- clusters of the page
 
 
 @on_page
@@ -63,11 +52,15 @@ async def test_the_page_creates_shows_scales_adapts_and_deletes_a_cluster(server
 
 
 @on_page
-async def test_a_launch_that_cml_refuses_is_answered_with_its_reason_and_leaves_nothing(server, it):
+async def test_a_launch_that_cml_refuses_is_answered_with_its_reason_and_leaves_nothing(server, it, caplog):
     it.platform.configure({"sessions": 0})
     answer = await server.post("/api/clusters", name="night", n_workers=1)
     assert answer.status == 503
     assert "quota" in answer.json["error"]
+    it.platform.configure()
+    it.platform.fail("launch_workers", UnexpectedError("engineId"))
+    answer = await server.post("/api/clusters", name="night", n_workers=1)
+    assert (answer.status, "Traceback" in caplog.text) == (500, True)
     assert (await server.get("/api/clusters"))["clusters"] == []
     assert it.clusters == []
 
@@ -94,7 +87,7 @@ async def test_the_api_answers_each_error_with_its_status_and_reason(server):
         (401, await server.request("GET", "/api/clusters", token=False), "token"),
         (404, await server.request("GET", "/api/clusters/day"), "day"),
         (405, await server.request("DELETE", "/api/clusters"), ""),
-        (409, await server.post("/api/clusters", name="night"), "night"),
+        (409, await server.post("/api/clusters", name="night"), "To connect to it, in Python "),
         (413, await server.request("POST", "/api/clusters", raw=big), ""),
         (415, await server.request("POST", "/api/clusters", raw="--x--", **form), ""),
     ]
@@ -104,16 +97,15 @@ async def test_the_api_answers_each_error_with_its_status_and_reason(server):
     await server.request("DELETE", "/api/clusters/night")
 
 
-# -- clusters of others
-
-
 @on_page
 async def test_a_cluster_of_a_notebook_is_shown_changed_and_deleted_and_the_notebook_manages_it(server, it):
     creator = await create_elsewhere(it, name="day", security=True, n_workers=1)
     await server.until("day", running)
     assert (await server.post("/api/clusters/day/scale", n=2)).status == 200
     await server.until("day", lambda found: running(found) and found["n_workers"] == 2)
-    assert f"(process {creator.pid})" in (await info("day"))["manager"]
+    found = await info("day")
+    assert f"(process {creator.pid})" in found["manager"]
+    assert f"with the creator's process {creator.pid} on " in "".join(found["ends"])
     assert (await server.request("DELETE", "/api/clusters/day")).status == 200
     await eventually(lambda: not it.platform.live)
     creator.kill()
@@ -171,9 +163,6 @@ async def test_a_cluster_without_keys_is_shown_by_its_files_and_can_only_be_dele
     creator.kill()
 
 
-# -- the end of the page
-
-
 @simulated
 async def test_a_page_that_stops_shuts_down_its_own_clusters_and_no_others(it):
     await leave("day")
@@ -225,7 +214,6 @@ def test_a_signal_ends_the_command_and_its_own_clusters(locally, tmp_path, numbe
     run("delete", "day")
 
 
-@pytest.mark.slow
 @pytest.mark.images
 def test_a_restarted_command_takes_over_the_clusters_of_a_killed_one(locally, tmp_path):
     with PageServer(tmp_path) as page:

@@ -1,13 +1,11 @@
 """A quota is a ceiling: what it refuses is tried again, and what is queued comes."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
 import dask
 import pytest
-from clusters import arrived, connected, lines_of, log_of, simulate, target
+from clusters import arrived, connected, lines_of, log_of, simulate, supplied, target
 from distributed import Client
 from simulated.testing import eventually, simulated
 from workbench import quota, workbench
@@ -77,8 +75,7 @@ async def test_a_start_takes_all_or_is_refused_and_without_workers_takes_what_it
 
 @simulated
 async def test_a_lost_worker_whose_replacement_is_refused_stays_wanted(it):
-    async with simulate(n_workers=3) as cluster:
-        await eventually(lambda: arrived(cluster) == 3)
+    async with supplied(n_workers=3) as cluster:
         it.platform.configure({"sessions": 2})
         for session in [session.id for session in cluster.sessions if session.role == "worker"][:2]:
             it.platform.evict(session)
@@ -113,9 +110,6 @@ async def test_adapting_asks_for_no_more_than_the_quota_has_allowed_lately(it):
         it.platform.configure()
         await eventually(lambda: arrived(cluster) == 10)
         del futures
-
-
-# -- queued sessions
 
 
 @pytest.mark.slow
@@ -172,8 +166,7 @@ async def test_adapting_asks_for_no_more_while_a_session_has_been_queued_for_a_m
 @simulated
 async def test_sessions_start_one_by_one_where_cml_would_hold_gangs_back(it, monkeypatch):
     monkeypatch.setenv("ENV_GANG_MIN_MEMBER", "3")
-    async with simulate(n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(n_workers=2):
         variables = [arguments["env"] for arguments in it.platform.arguments("launch_workers")]
         assert {env["ENV_DISABLE_GANG_SCHEDULER"] for env in variables} == {"true"}
 
@@ -193,9 +186,6 @@ async def test_workers_that_start_before_a_queued_scheduler_wait_for_it(it):
         await eventually(lambda: arrived(cluster) == 2)
         assert time.monotonic() - began > 600.0
         assert len(it.platform.all) == 3
-
-
-# -- limits of a site
 
 
 @simulated
@@ -229,9 +219,6 @@ async def test_adapting_keeps_within_the_limits_of_the_site_and_says_so(it):
             words = "Cluster night adapts to 2 of 10 workers, because cml.limits.sessions is 3"
             assert any(line.startswith(words) for line in lines_of(cluster))
             del futures
-
-
-# -- what is left
 
 
 @simulated

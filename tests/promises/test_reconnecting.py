@@ -1,7 +1,5 @@
 """Reconnecting: what a user finds and does after the kernel was killed or restarted."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -52,7 +50,6 @@ time.sleep(3600)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.images
 def test_a_cluster_of_a_killed_process_is_used_and_shut_down_by_another(platform, until):
     with subprocess.Popen([sys.executable, "-c", MAKE], stdout=subprocess.PIPE) as maker:

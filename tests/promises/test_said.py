@@ -1,7 +1,5 @@
 """What a user is told, and where."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time
@@ -9,7 +7,7 @@ import time
 import dask
 import distributed
 import pytest
-from clusters import LIGHT, arrived, connected, lines_of, log_of, make, simulate
+from clusters import LIGHT, arrived, connected, lines_of, log_of, make, simulate, supplied
 from distributed import Client, wait
 from programs import Program
 from simulated.testing import eventually, simulated
@@ -37,8 +35,7 @@ def test_a_script_writes_one_line_when_its_cluster_has_started_unless_it_is_quie
 @pytest.mark.parametrize("quiet", [False, True])
 @simulated
 async def test_lines_of_a_cluster_are_printed_unless_it_is_quiet(it, quiet, capsys):
-    async with simulate(name="night", n_workers=1, quiet=quiet) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="night", n_workers=1, quiet=quiet) as cluster:
         it.platform.evict(it.platform.running["night-0"])
         await eventually(lambda: connected(cluster) == {"night-1"})
         logs = await cluster.get_logs()
@@ -48,8 +45,7 @@ async def test_lines_of_a_cluster_are_printed_unless_it_is_quiet(it, quiet, caps
 
 @simulated
 async def test_a_cluster_shows_its_workers_and_sessions_where_it_is_the_last_line_of_a_cell(it):
-    async with simulate(name="night", n_workers=1, cpu=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="night", n_workers=1, cpu=2) as cluster:
         for words in ("CMLCluster(night, 'tcp://", "workers=1", "threads=2"):
             assert words in repr(cluster)
         for words in ("night-scheduler", "night-0", "running"):
@@ -112,11 +108,7 @@ async def test_tasks_for_a_group_without_workers_name_the_call_that_scales_it(it
 
 @simulated
 async def test_a_task_for_a_worker_that_does_not_exist_is_told(it):
-    async with (
-        simulate(name="night", n_workers=1) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
-        await client.wait_for_workers(1)
+    async with supplied(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         future = client.submit(abs, 1, workers=["night-7"])
         words = "1 task is restricted to night-7, which the cluster does not have"
         await eventually(lambda: f"Cluster night cannot run all tasks: {words}" in log_of(cluster))
@@ -127,7 +119,7 @@ async def test_a_task_for_a_worker_that_does_not_exist_is_told(it):
 async def test_adapt_without_a_maximum_says_which_one_it_takes(it, caplog):
     async with simulate(name="night") as cluster:
         cluster.adapt()
-        words = "Cluster night adapts to at most 100 workers: adapt() got no maximum"
+        words = "Cluster night adapts to at most 100 workers: adapt() got no finite maximum"
         await eventually(lambda: words in caplog.text)
 
 
@@ -144,8 +136,7 @@ async def test_a_second_cluster_of_a_process_says_how_to_shut_the_first_one_down
 
 @simulated
 async def test_scattered_data_that_was_lost_names_the_reason(it):
-    async with simulate(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(1)
+    async with supplied(name="night", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
         [data] = await client.scatter([b"data"])
         it.platform.evict(it.platform.running["night-0"])
         await eventually(lambda: data.status == "cancelled")

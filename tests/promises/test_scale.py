@@ -1,11 +1,9 @@
 """scale() sets the number of sessions, and the cluster keeps it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
-from clusters import arrived, connected, log_of, simulate, target
+from clusters import arrived, connected, log_of, simulate, supplied, target
 from distributed import Client
 from simulated.testing import eventually, simulated
 
@@ -67,9 +65,9 @@ async def test_a_total_of_threads_or_memory_is_rounded_up_to_sessions(it):
 
 @simulated
 async def test_an_invalid_number_is_refused_and_changes_nothing(it):
-    async with simulate(name="night", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="night", n_workers=1) as cluster:
         for arguments, error, words in (
+            ({}, TypeError, "n=None"),
             ({"n": -1}, ValueError, "n=-1"),
             ({"n": 1.5}, ValueError, "n=1.5"),
             ({"n": "many"}, TypeError, "n='many'"),
@@ -80,14 +78,16 @@ async def test_an_invalid_number_is_refused_and_changes_nothing(it):
         ):
             with pytest.raises(error, match=f"invalid {words}: expected"):
                 cluster.scale(**arguments)
+        for workers, error in (["xx"], ValueError), ("night-0", TypeError), (3, TypeError):
+            with pytest.raises(error, match=r"invalid workers=.*: expected"):
+                await cluster.scale_down(workers)
         await asyncio.sleep(30.0)
         assert (target(cluster), connected(cluster)) == (1, {"night-0"})
 
 
 @simulated
 async def test_sessions_that_have_not_started_are_cancelled_first(it):
-    async with simulate(name="night", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(name="night", n_workers=2) as cluster:
         it.platform.configure({"sessions": 3}, waits_for_room=True)
         cluster.scale(5)
         await eventually(lambda: len(it.platform.all) == 6)
@@ -98,8 +98,7 @@ async def test_sessions_that_have_not_started_are_cancelled_first(it):
 
 @simulated
 async def test_idle_workers_are_stopped_before_busy_ones(it):
-    async with simulate(name="night", n_workers=3) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(3)
+    async with supplied(name="night", n_workers=3) as cluster, Client(cluster, asynchronous=True) as client:
         busy = client.submit(asyncio.sleep, 600, workers=["night-1"])
         while not any((await client.processing()).values()):
             await asyncio.sleep(0.1)
@@ -110,8 +109,7 @@ async def test_idle_workers_are_stopped_before_busy_ones(it):
 
 @simulated
 async def test_a_worker_that_is_named_is_stopped_without_a_replacement(it):
-    async with simulate(name="night", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(name="night", n_workers=2) as cluster:
         await cluster.scale_down(["night-1"])
         await eventually(lambda: len(it.platform.live) == 2)
         await asyncio.sleep(30.0)
@@ -133,10 +131,9 @@ async def test_tasks_that_wait_for_a_resource_move_to_workers_that_connect_later
         return n
 
     async with (
-        simulate(name="night", n_workers=1, resources={"GPU": 1}) as cluster,
+        supplied(name="night", n_workers=1, resources={"GPU": 1}) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
-        await client.wait_for_workers(1)
         futures = client.map(slowly, range(4), resources={"GPU": 1})
         while not any((await client.processing()).values()):
             await asyncio.sleep(0.1)

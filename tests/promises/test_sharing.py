@@ -1,7 +1,5 @@
 """Sharing: several notebooks, scripts and commands use one cluster, which they find by its name."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -11,7 +9,7 @@ import sys
 from concurrent.futures import CancelledError
 
 import pytest
-from clusters import arrived, cut_off, limits, lines_of, log_of, rebuild, simulate, target
+from clusters import arrived, cut_off, has, limits, lines_of, log_of, rebuild, simulate, supplied, target
 from distributed import Client
 from distributed.core import Status
 from simulated.shell import shell, shell_json
@@ -25,17 +23,8 @@ LAB = {"name": "lab", "security": True}
 SHELL = {"CDSW_ENGINE_ID": "anothersession00"}
 
 
-def has(cluster, n):
-    """Whether a process sees so many requested workers, all of them connected."""
-    return arrived(cluster) == target(cluster) == len(cluster.scheduler_info["workers"]) == n
-
-
 def shown(cluster):
-    """Return what a process shows of the sessions."""
     return sorted((session.id, session.name, session.role, session.status) for session in cluster.sessions)
-
-
-# -- find a cluster
 
 
 @simulated
@@ -127,7 +116,10 @@ def test_a_process_without_our_import_uses_a_cluster_by_its_name(platform, tmp_p
 
 @simulated
 async def test_an_unknown_name_lists_the_clusters_that_exist(it):
-    with pytest.raises(NoSuchCluster, match="no cluster named 'night'; no clusters exist"):
+    with pytest.raises(
+        NoSuchCluster,
+        match="no cluster named 'night'; no clusters exist: to create it, run `dask cml create night`",
+    ):
         CMLCluster.from_name("night")
     async with simulate(**LAB):
         with pytest.raises(NoSuchCluster, match="no cluster named 'night'; existing clusters: 'lab'"):
@@ -139,12 +131,9 @@ async def test_an_unknown_name_lists_the_clusters_that_exist(it):
 @simulated
 async def test_a_name_is_unique_in_a_project(it):
     async with simulate(**LAB):
-        with pytest.raises(ClusterExists, match="a cluster named 'lab' exists already: to connect to it, "):
+        with pytest.raises(ClusterExists, match="a cluster named 'lab' exists already: to delete it, run "):
             await simulate(**LAB, n_workers=1)
         assert {*it.platform.running} == {"lab-scheduler"}
-
-
-# -- create or connect
 
 
 @pytest.mark.slow
@@ -184,9 +173,6 @@ async def test_connect_creates_no_cluster(it):
     with pytest.raises(NoSuchCluster):
         await simulate(**LAB, create_mode="connect")
     assert it.platform.all == {}
-
-
-# -- one cluster, several processes
 
 
 @simulated
@@ -284,8 +270,7 @@ async def test_a_task_scales_its_own_cluster(it):
     async def scale():
         await (await rebuild("lab")).scale(1)
 
-    async with simulate(**LAB, n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 2)
+    async with supplied(**LAB, n_workers=2):
         it.process_of("lab-0").start(scale())
         await eventually(lambda: len(it.platform.running) == 2)
 
@@ -315,9 +300,6 @@ async def test_another_process_reads_it_too(it):
         await lose_a_worker(it, first)
         await asyncio.sleep(30.0)
         assert "Worker lab-0 lost: " in (await second.get_logs())["Cluster"]
-
-
-# -- leave it, or end it
 
 
 @pytest.mark.slow
@@ -354,6 +336,7 @@ async def test_leave_disconnects_and_leaves_it_running(it, connect):
                 await second.leave()
             assert first.status == Status.running
         await first.leave()
+        assert repr(first).endswith(", left)")
     assert len(it.platform.running) == 2
     await (await rebuild("lab")).shutdown()
 

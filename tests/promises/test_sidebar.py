@@ -1,13 +1,11 @@
 """JupyterLab's sidebar: a real Jupyter server with dask-labextension, by the requests of its buttons."""
 
-from __future__ import annotations
-
 import re
 import uuid
 
-import psutil
 import pytest
 from clusters import live as live_sessions
+from conftest import processes_of
 from distributed import Client
 from distributed.core import Status
 from lab import JupyterServer, until
@@ -54,9 +52,6 @@ def leaves_no_session(shared_platform):
 @pytest.fixture
 def environment(monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
-
-
-# -- what the sidebar makes
 
 
 def test_new_scale_adapt_panes_and_shutdown(server, shared_platform, new, leaves_no_session):
@@ -115,9 +110,6 @@ def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform,
     shared_platform.evict(scheduler)
     assert server.request("DELETE", f"dask/clusters/{model['id']}")[0] == 204
     assert server.clusters == {}
-
-
-# -- what others make
 
 
 @pytest.mark.slow
@@ -192,7 +184,8 @@ def test_a_scheduler_that_hangs_delays_no_other_cluster(server, shared_platform,
         CMLCluster(name="hangs, listed", platform="local", quiet=True) as listed,
     ):
         until(lambda: {"hangs", "hangs, listed"} <= {*server.clusters})
-        processes = [process for shown in (cluster, listed) for process in scheduler_processes(shown)]
+        ids = [shown.sessions[0].id for shown in (cluster, listed)]
+        processes = [process for id in ids for process in processes_of(id, "CDSW_ENGINE_ID")]
         assert processes
         for process in processes:
             process.suspend()
@@ -205,22 +198,6 @@ def test_a_scheduler_that_hangs_delays_no_other_cluster(server, shared_platform,
             for process in processes:
                 process.resume()
     until(lambda: server.clusters == {})
-
-
-def scheduler_processes(cluster):
-    """Processes of the scheduler's session."""
-    session = cluster.sessions[0].id
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("CDSW_ENGINE_ID") == session:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
-
-
-# -- the end of the server
 
 
 @pytest.mark.slow
@@ -254,7 +231,7 @@ def test_two_servers_list_the_clusters_of_each_other(
         assert theirs["scheduler_address"] == model["scheduler_address"]
         assert other.request("DELETE", f"dask/clusters/{theirs['id']}")[0] == 204
         assert server.request("DELETE", f"dask/clusters/{model['id']}")[0] == 204
-        assert (server.clusters, other.clusters) == ({}, {})
+        until(lambda: (server.clusters, other.clusters) == ({}, {}))
 
 
 @pytest.mark.slow

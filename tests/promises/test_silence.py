@@ -1,12 +1,10 @@
 """Silence ends nothing: a process counts as a user while it is connected, and only proof ends a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
 import pytest
-from clusters import NOTEBOOK, arrived, create_and_kill, create_elsewhere, rebuild, simulate
+from clusters import NOTEBOOK, arrived, create_and_kill, create_elsewhere, rebuild, simulate, supplied
 from distributed import Client
 from simulated.shell import shell, shell_json
 from simulated.testing import eventually, simulated
@@ -163,9 +161,6 @@ async def test_who_only_connects_and_leaves_does_not_keep_the_cluster_of_another
     assert await left_running(it, 2 * ORPHAN_TIMEOUT) == set()
 
 
-# -- clusters that do not answer
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("security", [True, False], ids=["keys", "no-keys"])
 @simulated
@@ -198,21 +193,17 @@ async def test_delete_removes_a_cluster_that_ended_with_another_session(it):
     with pytest.raises(ClusterExists, match="run `dask cml delete lab`"):
         await simulate(name="lab")
     await shell("delete", "lab")
-    async with simulate(name="lab", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
-
-
-# -- clients wait for the next scheduler
+    async with supplied(name="lab", n_workers=1):
+        pass
 
 
 @pytest.mark.slow
 @simulated
 async def test_a_client_waits_as_long_as_the_next_scheduler_may_take_to_start(it):
     async with (
-        simulate(name="lab", n_workers=1, security=True) as cluster,
+        supplied(name="lab", n_workers=1, security=True) as cluster,
         Client("cml://lab", asynchronous=True) as client,
     ):
-        await client.wait_for_workers(1)
         it.platform.configure({"sessions": 0}, waits_for_room=True)
         it.platform.evict(it.platform.running["lab-scheduler"])
         await asyncio.sleep(14 * MINUTE)

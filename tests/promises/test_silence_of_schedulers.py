@@ -1,7 +1,5 @@
 """Silence of a scheduler or of the platform ends nothing, and nobody waits for the platform's list to act."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -15,6 +13,7 @@ from clusters import (
     manager,
     rebuild,
     simulate,
+    supplied,
 )
 from distributed import Client
 from simulated.faults import Mishap
@@ -27,7 +26,6 @@ ELSEWHERE = {"CDSW_ENGINE_ID": "anothersession00"}
 
 
 def let_lists_hang(it: World) -> None:
-    """Let each call that lists sessions hang, for as long as a test takes."""
     it.platform.plan("list_workers", *[Mishap(before=700.0) for _ in range(40)])
 
 
@@ -95,8 +93,7 @@ async def test_adaptive_scaling_goes_on_while_the_platform_lists_nothing(it: Wor
 @pytest.mark.slow
 @simulated
 async def test_a_notebook_connects_again_before_the_platform_lists_its_sessions(it: World) -> None:
-    async with simulate(name="lab", n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="lab", n_workers=1) as cluster:
         before = {**it.platform.running}
         let_lists_hang(it)
         await asyncio.sleep(10.0)
@@ -124,8 +121,7 @@ async def test_the_clients_of_a_replaced_scheduler_connect_to_the_next_one(it: W
             assert await asyncio.wait_for(client.submit(sum, [3, 4]), 60.0) == 7
 
     ready, replaced = asyncio.Event(), asyncio.Event()
-    async with simulate(name="lab", security=True, n_workers=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 1)
+    async with supplied(name="lab", security=True, n_workers=1) as cluster:
         using = it.process("client", NOTEBOOK).start(use())
         await ready.wait()
         first = it.platform.running["lab-scheduler"]

@@ -1,14 +1,12 @@
 """A cluster starts as it was asked for, or says why not and leaves nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
 
 import dask
 import pytest
-from clusters import LIGHT, arrived, connected, simulate
+from clusters import LIGHT, arrived, connected, simulate, supplied
 from distributed import Client
 from simulated.testing import eventually, simulated
 
@@ -31,8 +29,7 @@ def test_a_block_runs_tasks_on_two_sessions_and_stops_all_at_its_end(platform, l
 
 @simulated
 async def test_each_session_is_launched_through_workers_v1_with_its_size(it):
-    async with simulate(name="dawn", n_workers=3, cpu=2, memory=8, nvidia_gpu=1) as cluster:
-        await eventually(lambda: arrived(cluster) == 3)
+    async with supplied(name="dawn", n_workers=3, cpu=2, memory=8, nvidia_gpu=1):
         sizes = [
             (arguments["cpu"], arguments["memory"], arguments["nvidia_gpu"])
             for arguments in it.platform.arguments("launch_workers")
@@ -150,8 +147,7 @@ async def test_an_unknown_key_is_named_with_the_right_one_before_anything_is_lau
 @simulated
 async def test_an_argument_overrides_the_configuration(it):
     with dask.config.set({"cml.n-workers": 2, "cml.cpu": 3}):
-        async with simulate(name="mine", n_workers=1) as cluster:
-            await eventually(lambda: arrived(cluster) == 1)
+        async with supplied(name="mine", n_workers=1) as cluster:
             assert {session.size.cpu for session in cluster.sessions if session.role == "worker"} == {3}
             assert {*it.platform.running} == {"mine-scheduler", "mine-0"}
 

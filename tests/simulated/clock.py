@@ -87,7 +87,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def wall_time(self) -> float:
-        """Return the time since 1970, in seconds."""
         return self._began + self.now
 
     def set_clock(self, seconds: float) -> None:
@@ -103,7 +102,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def is_here(self) -> bool:
-        """Return whether the calling thread is the loop's own."""
         return threading.get_ident() == self._thread
 
     # -- threads that work for the loop
@@ -130,7 +128,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.busy += n
 
     def sleep(self, seconds: float) -> None:
-        """Let a thread wait for the clock."""
         if self.is_here() or self.is_closed():
             return
         woken = threading.Event()
@@ -151,7 +148,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 raise SystemExit("the simulation is over")
 
     def wait(self, futures: Collection[Future[Any]], timeout: float | None = None) -> None:
-        """Do what ``concurrent.futures.wait`` does, by the clock."""
         deadline = None if timeout is None else self.now + timeout
         while not all(future.done() for future in futures):
             if deadline is not None and self.now >= deadline:

@@ -1,7 +1,5 @@
 """What goes wrong on the simulated platform: planned by name in tests, or decided by a seed."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading
@@ -99,7 +97,6 @@ class PlannedFaults:
         self._planned.setdefault(function, deque()).extend(mishaps)
 
     def fail(self, function: str, *errors: Exception) -> None:
-        """Raise these errors in the next calls of a function, one in each, and do nothing."""
         self.plan(function, *[Mishap(error=error, carried_out=False) for error in errors])
 
     def lose(self, function: str, *errors: Exception) -> None:
@@ -234,7 +231,6 @@ class Luck:
             return random.Random(f"{self._seed}/{name}/{self._asked[name]}")
 
     def mishap(self, function: str, caller: str, key: str) -> Mishap:
-        """Return what goes wrong with a call."""
         chance, weather = self.chance(function, caller, key), self.weather
         mishap = Mishap(before=chance.uniform(0.02, 0.15), after=chance.uniform(0.02, 0.15))
         if function == "list_workers" and chance.random() < weather.stale:
@@ -266,7 +262,6 @@ class Luck:
         return mishap
 
     def refusal(self, key: str) -> dict[str, str] | None:
-        """Return the answer if a launch is refused."""
         chance = self.chance("refusal", key)
         if chance.random() >= self.weather.refused:
             return None
@@ -274,12 +269,10 @@ class Luck:
         return {**refusal, **({"engineId": ""} if chance.random() < 0.5 else {})}
 
     def stop_code(self, session_id: str) -> int:
-        """Return the HTTP status with which the stop of a session is answered."""
         chance = self.chance("stop", session_id)
         return chance.choice([500, 503, 403, 429]) if chance.random() < self.weather.denied else 204
 
     def fate(self, key: str) -> str:
-        """Return what becomes of a session."""
         chance, fates = self.chance("fate", key), dict(self.weather.fates)
         [fate] = chance.choices([*fates, "runs"], [*fates.values(), 1 - sum(fates.values())])
         return fate

@@ -1,7 +1,5 @@
 """What simulated processes see of their machine: files, the environment, and other processes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -115,10 +113,11 @@ class ProcessTable:
         mine = current()
         if pid is None and mine is None:
             return psutil.Process()
-        found = [mine] if pid is None else [process for process in self._processes if process.pid == pid]
-        if not found or found[0] is None or found[0].state == "dead":
-            raise psutil.NoSuchProcess(pid or 0)
-        [process] = found
+        live = (process for process in self._processes if process.pid == pid and process.state != "dead")
+        # Who asks for itself may have been killed while a thread of it ran.
+        process = mine if pid is None else next(live, None)
+        if process is None:
+            raise psutil.NoSuchProcess(pid)
         return SimpleNamespace(
             pid=process.pid, create_time=lambda: process.started, status=lambda: psutil.STATUS_SLEEPING
         )

@@ -25,8 +25,6 @@ _HISTORY = 10.0
 
 @dataclass
 class Call:
-    """One call of a function of the API."""
-
     function: str
     arguments: Any
     thread: str
@@ -36,19 +34,10 @@ class Call:
 class SimulatedPlatform(PlannedFaults):
     """Stands in for ``cml.workers_v1``. It is thread-safe.
 
-    Parameters
-    ----------
-    named : bool
-        Whether ``launch_workers`` has the parameters of newer releases, ``name`` among them.
-    advances : bool
-        Whether at each ``list_workers`` the sessions get one step further, until they run and then have an
-        address. Otherwise they stay in ``scheduling`` until :meth:`set` says more.
-    latency : float
-        Seconds that each request takes. ``launch_workers(n)`` does n of them, ten at a time.
-    ends : callable, optional
-        Gets the code of a session that advances. Returns the status that it ends with, or None: it runs on.
-    luck : Luck, optional
-        What goes wrong, in addition to what is planned.
+    If it is `named`, ``launch_workers`` has the parameters of newer releases. If it `advances`, sessions get
+    one step further at each ``list_workers``, until they run and then have an address; otherwise they stay
+    in ``scheduling`` until :meth:`set` says more. `ends` gets the code of one that advances, and returns
+    the status that it ends with, or None. Each request takes `latency` seconds, launches ten at a time.
     """
 
     #: Of queued sessions there is no end; otherwise what exceeds the quota is refused.
@@ -145,16 +134,13 @@ class SimulatedPlatform(PlannedFaults):
 
     @property
     def live(self) -> list[str]:
-        """The ids of these sessions."""
         return [session.id for session in self.live_sessions]
 
     def count(self, function: str) -> int:
-        """How often a function was called."""
         with self._lock:
             return sum(call.function == function for call in self.calls)
 
     def arguments(self, function: str) -> list[Any]:
-        """What a function was called with, call by call."""
         with self._lock:
             return [call.arguments for call in self.calls if call.function == function]
 

@@ -80,15 +80,12 @@ class SimulatedProcess:
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """The tasks that are not over."""
         return [task for task in self._tasks if not task.done()]
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a function as this process."""
         return self._context.copy().run(function, *args, **options)
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine as this process."""
         task: asyncio.Task[Any] = self.call(self.loop.create_task, coroutine)
         # The loop refers to tasks weakly, and a program does not end because nobody waits for it.
         self._started.append(task)
@@ -114,7 +111,6 @@ class SimulatedProcess:
         self.check()
 
     def kill(self) -> None:
-        """End the process as ``kill -9`` does. Any thread may call this."""
         if self.state != "dead":
             self.state = "dead"
             self.loop.call_soon_threadsafe(self._bury, context=contextvars.Context())
@@ -136,7 +132,6 @@ class SimulatedProcess:
             self._soon(seconds, self.resume)
 
     def resume(self) -> None:
-        """End a pause. Timers that were due come first."""
         if self.state != "paused":
             return
         self.state = "runs"
@@ -154,12 +149,10 @@ class SimulatedProcess:
         self._soon(seconds, self.connect_again)
 
     def connect_again(self) -> None:
-        """Heal the network."""
         self._is_cut_off = False
         _wake(self._reached)
 
     async def connects(self) -> None:
-        """Wait until there is a network for a new connection."""
         if self._is_cut_off and self._refuses:
             raise OSError("no route to host")
         await self.carries()
@@ -255,7 +248,6 @@ def _added_to(waiting: list[asyncio.Future[None]], loop: VirtualLoop) -> asyncio
 
 
 def _wake(waiting: list[asyncio.Future[None]]) -> None:
-    """Let go on what waits."""
     for future in waiting:
         if not future.done():
             future.set_result(None)
@@ -347,7 +339,6 @@ def _accepts(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def processes_in(loop: VirtualLoop) -> Iterator[None]:
-    """Let processes run in a loop."""
     loop.set_task_factory(_make_task)
     loop.guard = _guard
     with (

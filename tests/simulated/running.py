@@ -1,7 +1,5 @@
 """Runs what is in the sessions of the simulated platform: real schedulers and workers, in one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
@@ -97,7 +95,6 @@ class RunningSessions:
         return self._servers.get(session_id, [])
 
     async def close(self) -> None:
-        """End all processes."""
         for process in self.processes.values():
             process.kill()
         for task in self._lives:

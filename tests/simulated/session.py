@@ -1,7 +1,5 @@
 """A session of the simulated platform, and what the platform tells of it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -15,7 +13,6 @@ STAGES = ("scheduling", "starting", "running")
 
 
 def now() -> datetime:
-    """Return the time by the clock of this process, which may be simulated."""
     return datetime.fromtimestamp(time.time(), timezone.utc)
 
 
@@ -58,7 +55,6 @@ class SimulatedSession:
         return str(command[command.index("--name") + 1]) if "--name" in command else "scheduler"
 
     def change(self, **values: Any) -> None:
-        """Set attributes, or what the platform tells in addition."""
         self._text = None
         for name, value in values.items():
             if name in ("ip_address", "listed", "stop_requested"):

@@ -1,7 +1,5 @@
 """``dask cml`` in the simulated world, where it is a part of the process that calls it."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io
@@ -11,7 +9,7 @@ from typing import Any
 import click
 
 from dask_cml.cli import cml
-from dask_cml.cli.console import words_of
+from dask_cml.cli.console import in_shell
 
 
 async def shell(*words: object, code: int = 0) -> str:
@@ -37,10 +35,8 @@ async def _run(*words: object) -> tuple[int, str, str]:
                 result = click.Group.invoke(cml, context)
                 if inspect.iscoroutine(result):
                     await result
-        except click.UsageError as error:
-            error.show()
-            return error.exit_code, out.getvalue(), err.getvalue()
         except Exception as error:
-            click.echo(f"Error: {words_of(error)}", err=True)
-            return 1, out.getvalue(), err.getvalue()
+            shown = error if isinstance(error, click.UsageError) else in_shell(error, context)
+            shown.show()
+            return shown.exit_code, out.getvalue(), err.getvalue()
     return 0, out.getvalue(), err.getvalue()

@@ -1,7 +1,5 @@
 """Runs a test in a simulated world."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time
@@ -48,7 +46,6 @@ def simulated(test: Callable[..., Any]) -> Callable[..., None]:
 
 
 async def eventually(condition: Callable[[], Any], seconds: float = _PATIENCE) -> None:
-    """Wait until something is true."""
     began = time.monotonic()
     while not condition():
         waited = time.monotonic() - began

@@ -1,12 +1,11 @@
 """A world for dask-cml: one platform, one clock, and processes that can be killed at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from datetime import datetime, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +13,20 @@ from typing import Any
 from unittest import mock
 
 import dask
-from distributed import SpecCluster
+from distributed import Client, SpecCluster
+from distributed.core import Status
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_cml import cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.records import entries, liveness, operations, record, store
-from dask_cml.scheduler import plugin, state_file
+from dask_cml.records import liveness, operations, record, store
+from dask_cml.scheduler import plugin
 from dask_cml.scheduler import resident as residents
 from dask_cml.serve import clusters
-from dask_cml.sessions import calls, here
-from dask_cml.sessions import session as sessions
-from dask_cml.sharing import resident, sharing
+from dask_cml.sessions import calls, here, workers_api
+from dask_cml.sessions import process as sessions
+from dask_cml.sharing import resident
 
 from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
@@ -85,7 +85,6 @@ class World:
         self.platform.runner = self.sessions
 
     def process(self, name: str, env: Mapping[str, str] | None = None) -> SimulatedProcess:
-        """Make a process."""
         process = SimulatedProcess(name, self.loop, env)
         self.processes.append(process)
         return process
@@ -93,6 +92,12 @@ class World:
     def process_of(self, name: str) -> SimulatedProcess:
         """Return the process of the session that runs under this name, such as ``lab-scheduler``."""
         return self.sessions.processes[self.platform.running[name]]
+
+    def wait(self, futures: Collection[Future[Any]], timeout: float | None = None) -> None:
+        """Block until calls of the platform return. The dead wait no more, in whose tasks it may begin."""
+        if (process := current()) is not None:
+            process.check()
+        self.loop.wait(futures, timeout)
 
     async def run_resident(self, cluster: str, _: Path, closes: asyncio.Event) -> int:
         """Run the process that keeps a cluster in the session of the present process, until it ends."""
@@ -119,6 +124,7 @@ def world(directory: Path, *, luck: Luck | None = None, named: bool = True) -> I
     folders = {"cml.state-directory": str(directory), "temporary-directory": f"{directory}.tmp"}
     with virtual_time() as loop, dask.config.set({**_SETTINGS, **folders}):
         made: list[World] = []
+        before = {*Client._instances, *SpecCluster._instances}
 
         def run(play: Callable[[World], Coroutine[Any, Any, Any]]) -> Any:
             async def main() -> Any:
@@ -137,10 +143,15 @@ def world(directory: Path, *, luck: Luck | None = None, named: bool = True) -> I
             yield run
         finally:
             loop.close()
+            asyncio.set_event_loop(loop)  # what asks for one would make another, and leave it open
             for it in made:
                 for process in it.processes:
                     process.forget()
-            SpecCluster._instances.clear()  # at exit, Dask would close what killed processes have left
+            asyncio.set_event_loop(None)
+            # At exit, or when they are collected, Dask would close what killed processes have left.
+            for left in {*Client._instances, *SpecCluster._instances} - before:
+                left.status = Status.closed if isinstance(left, SpecCluster) else "closed"
+            SpecCluster._instances.clear()
 
 
 async def _end(it: World) -> None:
@@ -155,8 +166,8 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (here, plugin, private_files, entries, ending)),
-        *((module, "os", files) for module in (ending, state_file, store, wrapper)),
+        *((module, "os", files) for module in (here, plugin, private_files, ending)),
+        *((module, "os", files) for module in (ending, plugin, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "os", files),
         (record, "psutil", table),
@@ -166,12 +177,12 @@ def _patched(it: World) -> contextlib.ExitStack:
         ),
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
-        (calls, "wait", it.loop.wait),
+        *((module, "wait", it.wait) for module in (calls, workers_api)),
         (residents, "run", it.run_resident),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
         (cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
         (ending, "no_longer_end_at_exit", _forget),
-        *((module, "unclosed", _clusters) for module in (observers, sharing)),
+        *((module, "unclosed", _clusters) for module in (cluster, observers, ending)),
     ]
     stack = contextlib.ExitStack()
     for module, name, value in patches:

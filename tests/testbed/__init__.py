@@ -4,8 +4,6 @@
 :mod:`dask_cml.local`, whose classes this package extends.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dask_cml.local import (

@@ -3,8 +3,6 @@
 The cgroup of a session is next to that of its launcher. Limits of the cgroups above apply, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -20,15 +18,7 @@ _REMOVAL_TIMEOUT = 10.0
 
 
 class Cgroup:
-    """The cgroup of a session.
-
-    Parameters
-    ----------
-    session_id : str
-        The session's id.
-    whole : bool
-        Whether all processes die when they exceed the limit.
-    """
+    """The cgroup of a session, whose processes die together when they exceed the limit if it is `whole`."""
 
     def __init__(self, session_id: str, whole: bool) -> None:
         path = place(session_id)
@@ -119,13 +109,7 @@ def place(session_id: str) -> Path | None:
 
 
 def _find() -> tuple[Path, Path]:
-    """Return where memory cgroups are mounted, and that of this process.
-
-    Raises
-    ------
-    OSError
-        If this machine has none.
-    """
+    """Return where memory cgroups are mounted, and that of this process."""
     paths = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,7 +1,5 @@
 """What the platform's own pages and nodes do: list all sessions, show their output, evict them."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

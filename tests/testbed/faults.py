@@ -1,7 +1,5 @@
 """Faults of sessions and of requests."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import time
@@ -40,31 +38,22 @@ def inject(
 ) -> None:
     """Inject a fault, for all processes of the state directory. Of several that match, the first applies.
 
-    Parameters
-    ----------
-    kind : str
-        Of a session that is launched:
+    Of a session that is launched, its kind is:
 
-        - ``"refused"``: the answer is the dict of an exceeded quota. Its ``engineId`` is the id of a session
-          that stays ``scheduling`` until it is stopped.
-        - ``"fails"``: the session runs for a moment, without its code, and ends as ``failed``.
-        - ``"succeeds"``: the same, but it ends as ``succeeded``, as CML reports for a missing command.
-        - ``"hangs"``: it runs until it is stopped, without its code.
-        - ``"stuck"``: its status stays ``scheduling`` until it is stopped.
+    - ``"refused"``: the answer is the dict of an exceeded quota. Its ``engineId`` is the id of a session
+      that stays ``scheduling`` until it is stopped.
+    - ``"fails"``: the session runs for a moment, without its code, and ends as ``failed``.
+    - ``"succeeds"``: the same, but it ends as ``succeeded``, as CML reports for a missing command.
+    - ``"hangs"``: it runs until it is stopped, without its code.
+    - ``"stuck"``: its status stays ``scheduling`` until it is stopped.
 
-        Or of a request (each launch of one session, each listing, each stop of one):
+    Or of a request (each launch of one session, each listing, each stop of one):
 
-        - ``"key"``: it raises a RuntimeError if ``CDSW_API_KEY`` is not set.
-        - ``"error"``: it raises an :class:`HTTPError` with a `status`, or else a :class:`ConnectionError`.
-        - ``"answer"``: the answer has that `status` and `message`. The functions ignore the status.
-    function : str, optional
-        The one function to whose requests the fault applies.
-    match : str
-        Text in the name or code of the sessions that the fault applies to.
-    skip, times : int
-        Number of sessions or requests to spare first, and that the fault applies to.
-    seconds : float, optional
-        Replaces `times`: the fault applies to all requests that start within this time from now.
+    - ``"key"``: it raises a RuntimeError if ``CDSW_API_KEY`` is not set.
+    - ``"error"``: it raises an :class:`HTTPError` with a `status`, or else a :class:`ConnectionError`.
+    - ``"answer"``: the answer has that `status` and `message`. The functions ignore the status.
+
+    It spares the first `skip` sessions or requests, and then applies to `times`, or to all for `seconds`.
     """
     assert kind in (*FATES, *ENDS)
     assert function in (None, *FUNCTIONS)

@@ -3,8 +3,6 @@
 Requires Linux and root. A bridge connects the sessions of a state directory with this machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib
@@ -42,12 +40,10 @@ def check() -> None:
 
 
 def short_name() -> str:
-    """Return a name for what the sessions of the state directory have on this machine."""
     return "cml" + hashlib.sha256(os.fsencode(state.directory())).hexdigest()[:7]
 
 
 def network() -> dict[str, Any]:
-    """Return the network of a new session, and create its bridge."""
     own = _allocate()
     return {"ip": own["ip"], "gateway": own["gateway"], "ports": _PORTS, "network": own}
 

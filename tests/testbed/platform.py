@@ -1,7 +1,5 @@
 """Answers to requests, with the faults and settings that apply to them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time
@@ -49,6 +47,7 @@ class Platform(platform.Platform):
         return {**session, **dataclasses.asdict(settings()), "fate": fate, "reason": None}
 
     def network(self, live: Sequence[Session]) -> dict[str, Any]:
+        platform._PORTS = range(*settings().port_range)
         return networks.network() if settings().networks else super().network(live)
 
 

@@ -1,7 +1,5 @@
 """The settings of the platform, for all processes that use its state directory."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -12,43 +10,28 @@ from dask_cml.local import state
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How sessions run. Sessions keep the settings of their launch, except for the quota.
+    """How sessions run. Sessions keep the settings of their launch, except for the quota."""
 
-    Parameters
-    ----------
-    quota, over_quota
-        See :func:`dask_cml.local.configure`.
-    start_delay : float
-        Seconds from a launch until the session runs.
-    latency : float
-        Seconds that each request takes: each launch of one session, each listing, each stop of one.
-    stop_grace : float
-        Seconds from the notice to SIGKILL when a session is stopped or evicted.
-    memory_limit : bool
-        Whether the kernel limits the memory of sessions, by cgroups.
-    over_memory : {"session", "process"}
-        What dies if the processes of a session together exceed its memory: all at once, as on nodes of
-        Kubernetes 1.28 and later, or only the largest one, as on older nodes. The session ends as ``failed``
-        if its main process dies.
-    scratch : int, optional
-        Scratch space of each session: the most bytes in its ``TMPDIR``. The platform looks every second, and
-        evicts a session over the limit, with notice. None: no limit.
-    variables : mapping of str to str
-        The project's environment variables, which all sessions inherit.
-    networks : bool
-        Whether each session has a network of its own.
-    """
-
+    #: See :func:`dask_cml.local.configure`.
     quota: Mapping[str, float] | None = None
     over_quota: str = "refuse"
+    #: Seconds from a launch until the session runs, that each request takes (each launch, listing and stop of
+    #: one session), and from the notice to SIGKILL when a session is stopped or evicted.
     start_delay: float = 0.0
     latency: float = 0.0
     stop_grace: float = 2.0
+    #: Whether the kernel limits the memory of sessions, by cgroups, and what dies that exceeds it: with
+    #: "session" all processes, as on nodes of Kubernetes 1.28 and later, or only the largest "process".
     memory_limit: bool = False
     over_memory: str = "session"
+    #: The most bytes in a session's ``TMPDIR``. The platform looks every second, and evicts one with more.
     scratch: int | None = None
+    #: The project's environment variables, which all sessions inherit.
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    #: Whether each session has a network of its own.
     networks: bool = False
+    #: Where the ports of sessions begin and end that have none.
+    port_range: tuple[int, int] = (20000, 32000)
 
 
 def settings() -> Settings:

@@ -1,7 +1,5 @@
 """The life of a session that starts slowly, has a fault, exceeds its limits, or is evicted."""
 
-from __future__ import annotations
-
 import math
 import signal
 import subprocess
@@ -62,7 +60,6 @@ class Supervisor(supervisor.Supervisor):
         return super().find_end()
 
     def find_reason(self) -> str | None:
-        """Return why the platform must end the session."""
         if eviction := state.read_json(self.folder / "evict.json"):
             self.notice = eviction["notice"]
             return EVICTED
@@ -78,7 +75,6 @@ class Supervisor(supervisor.Supervisor):
         return self.cgroup.whole or self.child.poll() == -signal.SIGKILL
 
     def watch_scratch(self) -> None:
-        """Find out when the scratch space is full."""
         while not self.scratch_is_full:
             # Files may disappear meanwhile, and the folder, too.
             du = subprocess.run(["du", "-sk", self.folder / "tmp"], capture_output=True, check=False)
