@@ -4,6 +4,8 @@ import asyncio
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 import tracemalloc
 from dataclasses import asdict, replace
@@ -360,3 +362,29 @@ async def test_a_keeper_remembers_little_of_sessions_that_are_over(it):
             assert taken() - before < 100 * 400
         finally:
             tracemalloc.stop()
+
+
+FIRST = """
+import sys, threading
+from dataclasses import make_dataclass
+from dask_cml.validation import validate
+
+def read():
+    begin.wait()
+    validate({"inner": {"n": 1}}, outer, "test")
+
+sys.setswitchinterval(1e-6)
+for _ in range(400):
+    inner = make_dataclass("Inner", [("n", int)])
+    outer = make_dataclass("Outer", [("inner", inner)])
+    begin = threading.Barrier(2)
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_two_threads_may_be_the_first_to_read_a_type():
+    assert subprocess.run([sys.executable, "-c", FIRST]).returncode == 0
