@@ -105,7 +105,8 @@ class RunningSessions:
 
     async def _live(self, session: SimulatedSession, fate: str) -> None:
         chance = self._luck.chance("times", session.key)
-        began = time.monotonic()
+        if fate == "hidden":  # also one that ends before
+            self._loop.call_later(6.0, lambda: session.change(listed=True))
         if not await self._get_to(session, "starting", chance.uniform(0.05, 0.5)):
             return
         while self._platform.exceeded(session) or (fate == "waits" and "waits" in self._luck.weather.fates):
@@ -120,9 +121,6 @@ class RunningSessions:
         later = 8.0 if fate == "unknown" else chance.uniform(0.0, 1.0)
         address = f"10.0.0.{int(session.id[4:]) % 250 + 1}"
         self._loop.call_later(later, lambda: session.change(ip_address=address))
-        if fate == "hidden":
-            shown = max(0.0, began + 6.0 - time.monotonic())
-            self._loop.call_later(shown, lambda: session.change(listed=True))
         if fate != "silent":
             await self._run(session, chance.uniform(0.0, 10.0) if fate == "dies" else None)
 
