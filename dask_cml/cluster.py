@@ -29,13 +29,12 @@ from distributed.utils import Log, Logs, in_async_call
 from dask_cml import checks, output
 from dask_cml.cancellation import cancel, end_of, gather_or_cancel, wait_until_set, within
 from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive, Demand
-from dask_cml.core.connection import Connection, with_numbers
+from dask_cml.core.connection import Connection, start, with_numbers
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
-from dask_cml.core.groups import Groups
+from dask_cml.core.groups import Groups, check_class
 from dask_cml.core.losses import Losses
-from dask_cml.core.messages import Messages, check_that_workers_may_come, write_own_log
+from dask_cml.core.messages import Messages, check_that_workers_may_come
 from dask_cml.core.retirement import Retirements
-from dask_cml.core.start import check_worker_class, scheduler_spec, start
 from dask_cml.core.workers import Workers, said_by_workers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
@@ -301,7 +300,7 @@ class CMLCluster(SpecCluster):
             self.api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
             for group in (options, *options.groups().values()):
                 self.api.check_options(group.launch_options)
-                check_worker_class(group)
+                check_class(group)
         self.place = Place(state_directory() / options.name)
         self.groups = Groups(self, options)
         self.woken = asyncio.Event()
@@ -328,7 +327,7 @@ class CMLCluster(SpecCluster):
         self._lock = asyncio.Lock()
         end_at_exit(self)
         super().__init__(
-            scheduler=scheduler_spec(options),
+            scheduler={"cls": CMLScheduler, "options": {"options": options}},
             worker=self.groups.spec(DEFAULT_GROUP),
             name=options.name,
             shutdown_on_close=options.shutdown_on_close,
@@ -729,7 +728,7 @@ class CMLCluster(SpecCluster):
         checks.group_name("name", name)
         self._check_running(f"worker group {name!r} not added")
         self.api.check_options(options.launch_options)
-        check_worker_class(options)
+        check_class(options)
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
 
@@ -825,7 +824,8 @@ class CMLCluster(SpecCluster):
             if not self.sharing.keeps:  # the scheduler may have answered late
                 return
             await self.processes.close_others(self.worker_spec)
-            await self._stop_unwanted(await self.retirements.retire())
+            unwanted = self.processes.unwanted
+            await self._stop_unwanted(await self.retirements.retire(unwanted) if unwanted else [])
             if ready := self.processes.ready:
                 await self.processes.launch(ready)
             elif not self.processes.launching:
@@ -998,7 +998,7 @@ class CMLCluster(SpecCluster):
         self.api = WorkersAPI(load_platform(options.platform))
         self.groups = Groups(self, options)
         # A subclass may have chosen other classes.
-        self.scheduler_spec = {**scheduler_spec(options), "cls": self.scheduler_spec["cls"]}
+        self.scheduler_spec = {**self.scheduler_spec, "options": {"options": options}}
         self.new_spec = {**self.groups.spec(DEFAULT_GROUP), "cls": self.new_spec["cls"]}
 
     async def _create(self) -> None:
@@ -1427,8 +1427,8 @@ class CMLCluster(SpecCluster):
         if not self.quiet:
             output.say(text)
         if self.sharing.is_keeper:
-            write_own_log(self, line)
-            self.sharing.keeper.tell_clients(text)
+            self.sharing.keeper.log(line)
+            self.sharing.keeper.tell_clients(line)
 
 
 def close_all() -> None:

@@ -25,7 +25,6 @@ from distributed.core import Status
 from dask_cml import compat, output
 from dask_cml.cancellation import cancel, within
 from dask_cml.checks import seconds
-from dask_cml.core.messages import write_own_log
 from dask_cml.errors import CMLError
 from dask_cml.protocol import Rank
 from dask_cml.sessions.calls import CallFailed
@@ -326,7 +325,7 @@ class Ending:
         words = first_line("".join(traceback.format_exception_only(error)))
         self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
         if self._cluster.sharing.is_keeper:
-            write_own_log(self._cluster, "".join(traceback.format_exception(error)).rstrip())
+            self._cluster.sharing.keeper.log("".join(traceback.format_exception(error)).rstrip())
 
     @property
     def is_forks_copy(self) -> bool:

@@ -7,6 +7,9 @@ from collections import UserDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from distributed.utils import import_term
+from distributed.worker import Worker
+
 from dask_cml.checks import choice, message, of_type
 from dask_cml.core.adaptive import CMLAdaptive
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
@@ -56,6 +59,30 @@ class Specs(UserDict[str, Any]):
 
     def __delitem__(self, name: Any) -> None:
         super().__delitem__(str(name))
+
+
+def check_class(options: Options) -> None:
+    """Refuse a class of Dask workers that cannot be imported. Every session of the group would fail.
+
+    Raises
+    ------
+    ValueError
+        If this process, whose packages the sessions have, cannot import it.
+    """
+    name = options.worker_class
+    if name is None or "PYTHONPATH" in options.env:  # where it may be
+        return
+    try:
+        found, why = import_term(name), "it is no class of Dask workers"
+    except (ImportError, AttributeError) as error:
+        found, why = None, repr(error)
+    except Exception:  # its module may need what only workers have, such as a GPU
+        return
+    if not (isinstance(found, type) and issubclass(found, Worker)):
+        expected = (
+            f"the name of a class of Dask workers that can be imported, such as 'my_package.MyWorker' ({why})"
+        )
+        raise ValueError(message("worker_class", name, expected))
 
 
 class Groups:

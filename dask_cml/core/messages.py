@@ -1,27 +1,16 @@
-"""What a process of a cluster tells its user, what is wrong with the cluster, and the cluster's own log."""
+"""What a process of a cluster tells its user, and what is wrong with the cluster."""
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
-from dask_cml import output
 from dask_cml.core.workers import Workers
 from dask_cml.errors import CMLError
-from dask_cml.layout import OWN_LOG, log_path
 from dask_cml.output import get_logger
-from dask_cml.private_files import append
 from dask_cml.protocol import View
 from dask_cml.words import command
 
 logger = get_logger(__name__)
-
-
-def write_own_log(cluster: Any, text: str) -> None:
-    """Write into the cluster's log, for other processes and for the time after its end, without waiting."""
-    path = log_path(OWN_LOG, cluster.place.folder, cluster.options.log_directory)
-    line = f"{datetime.now():%Y-%m-%d %H:%M:%S} - {text}\n"
-    output.write(lambda: append(path, line.encode()))
 
 
 class Messages:

@@ -47,22 +47,17 @@ class Retirements:
         self._limit: float = setting("retire-timeout")
 
     @property
-    def _unwanted(self) -> list[CMLWorker]:
-        """The workers that are launched, and not in ``worker_spec``."""
-        spec = self._cluster.worker_spec
-        return [worker for worker in self._processes.workers() if worker.name not in spec]
-
-    @property
     def staying(self) -> Sequence[str]:
         """The workers that cannot be stopped now, because no other worker can take their data."""
-        unwanted = [worker for worker in self._unwanted if not worker.is_retired]
+        unwanted = [worker for worker in self._processes.unwanted if not worker.is_retired]
         return [worker.name for worker in unwanted if worker.cannot_move_to is not None]
 
     @property
     def words(self) -> str | None:
         """The workers whose retirement takes long, or is not possible now. None if there are none."""
         limit = time.monotonic() - timing.long_retirement
-        late = [worker.name for worker in self._unwanted if (worker.retiring_since or math.inf) < limit]
+        unwanted = self._processes.unwanted
+        late = [worker.name for worker in unwanted if (worker.retiring_since or math.inf) < limit]
         names = sorted({*late, *self.staying})
         return f"waiting for the data of {', '.join(names)}" if names else None
 
@@ -108,12 +103,12 @@ class Retirements:
             chosen = [name for name in chosen if not math.isinf(session_costs[name])]
         return absent + chosen[:n]
 
-    async def retire(self) -> list[CMLWorker]:
+    async def retire(self, unwanted: Sequence[CMLWorker]) -> list[CMLWorker]:
         """Let unwanted workers move their data, and wait for some seconds: most do in less.
 
         Return the workers whose sessions can be stopped.
         """
-        connected, unwanted = connected_names(self._cluster), self._unwanted
+        connected = connected_names(self._cluster)
         holding = {worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)}
         begun = [worker for worker in unwanted if worker in holding and self._may_retire(worker, connected)]
         if begun:

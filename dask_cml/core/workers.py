@@ -281,6 +281,11 @@ class Workers:
         names = spec if group is None else {*self._cluster.groups.workers(group)}
         return [worker for worker in self.workers() if worker.name in names]
 
+    @property
+    def unwanted(self) -> list[CMLWorker]:
+        """The workers that were launched, and are not wanted any more."""
+        return [worker for worker in self.workers() if worker.name not in self._cluster.worker_spec]
+
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
         connected, wanted = connected_names(self._cluster), self._cluster.groups.dask_workers(group)

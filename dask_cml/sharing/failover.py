@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
-from dask_cml.core.start import start
+from dask_cml.core.connection import start
 from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
 from dask_cml.options import setting
 from dask_cml.output import get_logger

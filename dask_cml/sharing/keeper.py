@@ -9,19 +9,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from distributed.objects import SchedulerInfo
 
-from dask_cml import protocol
+from dask_cml import output, protocol
 from dask_cml.cancellation import to_the_end
 from dask_cml.checks import is_session_id
 from dask_cml.core.connection import with_numbers
 from dask_cml.core.workers import connected_names, said_by_workers
 from dask_cml.errors import CMLError, NoSuchCluster
-from dask_cml.layout import SCHEDULER
+from dask_cml.layout import OWN_LOG, SCHEDULER, log_path
 from dask_cml.output import get_logger
+from dask_cml.private_files import append
 from dask_cml.protocol import View
 from dask_cml.records import store
 from dask_cml.records.record import Maker, Record, SchedulerState
@@ -36,7 +38,7 @@ from dask_cml.sessions.process import CMLProcess, CMLScheduler, Session
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
-from dask_cml.words import printable_lines, shortened
+from dask_cml.words import shortened
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -255,11 +257,17 @@ class Keeper:
         self._events.append({"action": action, "session": session, **fields})
         self._n_events += 1
 
+    def log(self, text: str) -> None:
+        """Write into the cluster's log, for other processes and for the time after its end, without waiting."""
+        path = log_path(OWN_LOG, self._cluster.place.folder, self._cluster.options.log_directory)
+        line = f"{datetime.now():%Y-%m-%d %H:%M:%S} - {text}\n"
+        output.write(lambda: append(path, line.encode()))
+
     def tell_clients(self, text: str) -> None:
         """Tell the clients of other processes a line that :meth:`CMLCluster._tell` tells the user here."""
         # What this process says of its own connection is no news for others.
         if self._cluster.sharing.failover.problem is None:
-            self.event("line", SCHEDULER, text=shortened(printable_lines(text), _LONGEST_LINE))
+            self.event("line", SCHEDULER, text=shortened(text, _LONGEST_LINE))
 
     def report(self) -> Report:
         """Return what this process knows and wants."""

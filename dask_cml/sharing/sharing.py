@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -18,11 +19,12 @@ from distributed.utils import NoOpAwaitable
 from dask_cml import compat, output
 from dask_cml.cancellation import first_of, within
 from dask_cml.core.ending import How, name_others
-from dask_cml.core.start import fill_folder
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
-from dask_cml.options import Options, limits
+from dask_cml.layout import log_folder
+from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
+from dask_cml.private_files import make_folder
 from dask_cml.protocol import NO_ANSWER, Rank, Request, View
 from dask_cml.records import liveness, store
 from dask_cml.records.history import kept_logs
@@ -33,6 +35,7 @@ from dask_cml.scheduler.board import BoardState, Report
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, Session
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sharing.failover import Failover, SchedulerLost
@@ -580,3 +583,26 @@ class Sharing:
         """Serve the dashboard no more."""
         if self._forwarder is not None:
             await self._forwarder.close()
+
+
+def fill_folder(options: Options, place: Place, keys: Mapping[Path, str]) -> None:
+    """Write the keys of a new cluster into its folder, which belongs to it, and make the folder of its logs.
+
+    Parameters
+    ----------
+    options : Options
+        The cluster's options.
+    place : Place
+        The cluster's folder.
+    keys : mapping
+        The files of keys with their contents, see :func:`dask_cml.sessions.tls.as_files`.
+
+    Raises
+    ------
+    ValueError
+        If the cluster exceeds a limit of the site, or the folder of the logs cannot be made.
+    """
+    check_new(options)  # only now it is known that no running cluster is to be connected to
+    tls.write(keys)
+    if options.log_directory is not None:
+        make_folder(log_folder(place.folder, options.log_directory), "log_directory")
