@@ -184,6 +184,8 @@ def seconds(argument: str, value: Any, expected: str = 'or a string such as "90s
     """Check a duration, and return it in seconds."""
     from dask.utils import parse_timedelta
 
+    # Dask does not know "min", which this package prints.
+    value = re.sub(r"(?<=[\d\s])min\s*$", "minutes", value) if isinstance(value, str) else value
     return _above_0(argument, value, f"seconds as a number above 0, {expected}", parse_timedelta)
 
 
@@ -264,7 +266,7 @@ def folder(argument: str, value: Any) -> str:
 
 def choice(argument: str, value: Any, choices: Sequence[str]) -> str:
     """Check one of several strings."""
-    expected = ", ".join(map(repr, choices)) or "those that exist; there are none"
+    expected = ", ".join(map(repr, choices)) or "those that were added; there are none"
     return _plain(_valid(argument, value, value in choices, f"one of {expected}"))
 
 

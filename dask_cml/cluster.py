@@ -136,7 +136,8 @@ class CMLCluster(SpecCluster):
     scratch : float or str, optional
         Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Default ``"10 GB"``.
     worker_command : sequence of str, optional
-        Command that starts the Dask workers. Default: ``dask worker``, or with GPUs ``dask cuda worker``.
+        Command that starts the Dask workers. Default: ``dask worker``, or with GPUs and
+        dask-cuda ``dask cuda worker``.
     worker_class : str, optional
         Class of the Dask workers, as in ``dask worker --worker-class``. Default: Dask's own.
     worker_args : sequence of str, optional
@@ -286,8 +287,6 @@ class CMLCluster(SpecCluster):
         except BaseException as error:  # also Ctrl-C must leave no session behind
             if hasattr(self, "ending"):
                 self.ending.end_failed_constructor(error)
-            if isinstance(error, KeyboardInterrupt):
-                raise without_frames(error) from None
             raise
 
     def _set_up(self, options: Options, given: Mapping[str, Any], quiet: bool, **dask_arguments: Any) -> None:
@@ -613,6 +612,9 @@ class CMLCluster(SpecCluster):
         group : str
             The worker group.
         """
+        # Another process may have deleted the group.
+        if group not in self.groups:
+            return None
         if self.status in (Status.created, Status.running) or self.sharing.is_keeper:
             return self._in_loop(self._ask, "stop adapting", group=group)
         return None
@@ -638,8 +640,11 @@ class CMLCluster(SpecCluster):
         if self.status == Status.running:
             return
         if not or_new or self.status != Status.created:
-            why = f": {self.sharing.end}" if self.sharing.end else ""
-            raise CMLError(f"{what}: cluster {name} is {self.status.name}{why}")
+            why = self.sharing.end
+            if why is None and self.ending.how is How.LEAVE:
+                why = f"run CMLCluster.from_name({name!r})"
+            suffix = f": {why}" if why else ""
+            raise CMLError(f"{what}: cluster {name} is {self.status.name}{suffix}")
         if not self.sharing.is_keeper and self.options.create_mode != "create":
             raise CMLError(f"{what}: cluster {name} is not connected yet, await it first")
 
@@ -826,7 +831,7 @@ class CMLCluster(SpecCluster):
             await self.processes.close_others(self.worker_spec)
             unwanted = self.processes.unwanted
             await self._stop_unwanted(await self.retirements.retire(unwanted) if unwanted else [])
-            if ready := self.processes.ready:
+            if self.sharing.keeper.may_launch and (ready := self.processes.ready):
                 await self.processes.launch(ready)
             elif not self.processes.launching:
                 self.api.settle("launch")
@@ -912,11 +917,10 @@ class CMLCluster(SpecCluster):
             with contextlib.suppress(CallFailed):  # tell_outage says it once
                 await self.losses.replace(await self.losses.find())
             await self.sharing.keeper.find_strays()
+            step = self._correct_state_internal()  # which begins after this, and takes place in any case
             self.losses.note_states()
             self.messages.tell()
-            await self._correct_state_internal()  # the report that it ends with takes long for 1,000 sessions
-        except CallFailed:
-            pass  # tell_outage does it once
+            await step  # the report that it ends with takes long for 1,000 sessions
         except asyncio.TimeoutError as error:  # it may be busy for a moment: if that lasts, Failover says so
             logger.info("Scheduler of cluster %s not asked: %s", self.options.name, error)
         except (*NO_ANSWER, CMLError, ValueError) as error:
@@ -1306,7 +1310,7 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         NoSuchCluster
-            If another process has deleted the cluster.
+            If another process has deleted the cluster, and the history does not have it.
 
         Examples
         --------

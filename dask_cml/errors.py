@@ -42,7 +42,8 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except (CMLError, TimeoutError) as error:  # it would show those of the event loop
+        except (CMLError, TimeoutError, KeyboardInterrupt) as error:  # it would show those of the event loop
+            error._render_traceback_ = functools.partial(in_short, error)  # type: ignore[method-assign, union-attr]
             raise without_frames(error) from None
         except (TypeError, ValueError) as error:
             *_, (last, _) = traceback.walk_tb(error.__traceback__)

@@ -131,7 +131,7 @@ class Observers:
             except Exception as error:  # of a subclass, too: the next poll may raise it again
                 if repr(error) != self._last_error:
                     self._last_error = repr(error)
-                    logger.warning("Clusters not read", exc_info=not isinstance(error, EXPECTED))
+                    logger.warning("Clusters not read: %s", error, exc_info=not isinstance(error, EXPECTED))
             await asyncio.sleep(self._interval)
 
     async def _poll(self) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
-from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
 
 _LONGEST_ERROR = 200
-_preparing = threading.RLock()
+#: Two threads that both are the first to read a type would crash the interpreter (msgspec 0.22).
+_reading = threading.RLock()
 
 
 def validate(value: Any, kind: type[T], what: str) -> T:
@@ -42,15 +41,8 @@ def validate(value: Any, kind: type[T], what: str) -> T:
         ...
     ValueError: invalid number of workers: Expected `int`, got `str` - at `$[...]`
     """
-    _prepare(cast(Hashable, kind))
     try:
-        return msgspec.convert(value, kind)
+        with _reading:
+            return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:  # in some releases no ValueError
         raise ValueError(f"invalid {what}: {str(error)[:_LONGEST_ERROR]}") from None
-
-
-@cache
-def _prepare(kind: Hashable) -> None:
-    """Let msgspec read a type. Two threads that both were the first would crash the interpreter."""
-    with _preparing:
-        msgspec.msgpack.Decoder(kind)

@@ -432,6 +432,7 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "resizes a group": (lambda cluster: cluster.groups, "resize"),
     "drops workers": (lambda cluster: cluster.groups, "drop"),
     "notes a launch": (lambda cluster: cluster.sharing.keeper.journal, "enter"),
+    "tells its user": (lambda cluster: cluster.messages, "tell"),
     "stops sessions": (lambda cluster: cluster.processes, "stop"),
     "reports": (lambda cluster: cluster.sharing.keeper, "publish"),
     "writes the record": (lambda cluster: cluster.sharing.keeper.journal, "write"),

@@ -173,6 +173,13 @@ async def test_a_remote_lets_the_keeper_adapt(it):
         work.tasks = 5
         await asyncio.sleep(20)
         assert target(cluster) == target(remote) == 3
+        await cluster.add_worker_group("gpu")
+        await eventually(lambda: "gpu" in remote.worker_groups)
+        adaptive = remote.adapt(0, 1, worker_group="gpu")
+        await eventually(lambda: limits(cluster, "gpu") == (0, 1))
+        await cluster.delete_worker_group("gpu")
+        await eventually(lambda: "gpu" not in remote.worker_groups)
+        adaptive.stop()
 
 
 @pytest.mark.images

@@ -74,6 +74,7 @@ def test_ctrl_c_in_the_constructor_counts_although_the_clean_up_fails(platform, 
     assert returned in (-signal.SIGINT, 130)
     assert err.splitlines()[0] == "Cluster mine not closed properly: the clean-up failed"
     assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "dask_cml/cluster.py" not in err
     all_stopped(3)
 
 

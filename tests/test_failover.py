@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from clusters import (
     create_elsewhere,
     create_in,
     cut_off,
+    folder_of,
     is_connected,
     is_keeper,
+    lines_of,
     log_of,
     manager,
     manages,
@@ -433,6 +436,20 @@ async def test_neither_an_outage_nor_refusals_end_a_cluster_whose_scheduler_was_
             assert "CML refused" not in lost
             reasons = [re.search("CML (did not|refused to) launch lab-scheduler", line)[1] for line in again]
             assert [reason for reason, _ in itertools.groupby(reasons)] == ["did not", "refused to"]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@simulated
+async def test_a_cluster_whose_folder_is_deleted_launches_nothing_more_and_ends(it, is_whole, caplog):
+    async with supplied(name="lab", n_workers=2) as cluster:
+        folder = folder_of(cluster)
+        shutil.rmtree(folder.parent if is_whole else folder)
+        it.platform.evict(it.platform.running["lab-0"])
+        await eventually(lambda: cluster.status == Status.closed, seconds=30.0)
+        assert lines_of(cluster)[-1].endswith(f"another process shut it down, or deleted its folder {folder}")
+    assert caplog.text.count("launches no more sessions") == 1
+    assert it.platform.requests["launch_workers"] == 3
+    assert not it.platform.live
 
 
 @simulated

@@ -164,7 +164,7 @@ def test_shutdown_ends_a_cluster_whose_object_is_closed_and_has_no_event_loop_an
         lambda: cluster.delete_worker_group("big"),
         lambda: asyncio.run(cluster.scale_down(["lab-0"])),
     ):
-        with pytest.raises(CMLError, match="cluster lab is closed"):
+        with pytest.raises(CMLError, match="cluster lab is closed: run CMLCluster"):
             ask()
     assert "Scheduler at" in cluster.get_logs()["Scheduler"]
     assert cluster.usage()["scheduler"].sessions == 1
@@ -185,6 +185,7 @@ def test_who_asks_for_something_of_a_cluster_that_another_object_has_ended_reads
         for ask in (lambda: other.wait_for_workers(1), lambda: other.delete_worker_group("big")):
             with pytest.raises(CMLError, match="cluster lab is closed: closed by "):
                 ask()
+        assert other.usage()["scheduler"].sessions == 1
 
 
 @pytest.mark.parametrize("connect", [False, True])

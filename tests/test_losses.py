@@ -43,6 +43,20 @@ def end_worker(it, cluster, name):
 
 
 @simulated
+async def test_no_data_of_a_dead_worker_is_waited_for_although_its_session_is_not_stopped(it):
+    async with supplied(name="mine", n_workers=1) as cluster, Client(cluster, asynchronous=True) as client:
+        _data = await client.scatter(["data"])
+        it.platform.doom("silent")
+        cluster.scale(2)
+        await cluster.scale_down(["mine-0"])
+        await eventually(lambda: cluster.problem == "waiting for the data of mine-0")
+        it.platform.never_stops.add(lost := it.platform.running["mine-0"])
+        it.platform.evict(lost)
+        await eventually(lambda: cluster.problem is None, seconds=30.0)
+        it.platform.never_stops.clear()
+
+
+@simulated
 async def test_a_worker_that_does_not_connect_is_replaced(it):
     async with simulate(worker_timeout=20.0, **PROCESSES) as cluster:
         for n, (fault, words) in enumerate(

@@ -68,7 +68,7 @@ EXAMPLES = {
     "scheduler_timeout": ("2 minutes", "scheduler_timeout", 120),
     "worker_timeout": (30, "worker_timeout", 30),
     "idle_timeout": ("1 hour", "idle_timeout", 3600),
-    "orphan_timeout": ("2 hours", "orphan_timeout", 7200),
+    "orphan_timeout": ("120 min", "orphan_timeout", 7200),
     "log_directory": ("/logs", "log_directory", "/logs"),
     "shutdown_on_close": (False, "shutdown_on_close", False),
     "forward_dashboard": (True, "forward_dashboard", True),
@@ -333,6 +333,9 @@ async def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_launch
         words = f"invalid {name}: cannot use {taken}/below(/.*)?: Not a directory"
         with dask.config.set({f"cml.{key}": str(taken / "below")}), pytest.raises(ValueError, match=words):
             await CMLCluster(platform="local", asynchronous=True)
+    words = f"invalid cml.state-directory='{taken}': expected the path of a folder"
+    with dask.config.set({"cml.state-directory": str(taken)}), pytest.raises(ValueError, match=words):
+        store.records()
     assert platform.list_workers() == []
     assert ended_clusters() == []
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, log_of, make, rebuild, simulate, supplied, target
+from clusters import arrived, log_of, make, rebuild, simulate, step_in, step_out, supplied, target
 from distributed import Client, Worker
 from simulated import running
 from simulated.faults import HTTPError, Mishap
@@ -54,6 +54,17 @@ async def test_workers_that_a_user_restarts_are_replaced_and_no_failure(it):
         assert not before & {*cluster.workers}
         assert await client.submit(sum, [1, 2]) == 3
         assert is_well(cluster)
+
+
+@simulated
+async def test_an_error_of_our_own_while_the_user_is_told_something_delays_no_launch(it):
+    async with supplied(name="mine", n_workers=1) as cluster:
+        step_in(cluster, "tells its user", lambda: 1 / 0)
+        it.platform.evict(it.platform.running["mine-0"])
+        await eventually(lambda: "mine-1" in it.platform.running)
+        assert cluster.problem.startswith("cannot manage the cluster: ZeroDivisionError")
+        step_out(cluster, "tells its user")
+        await eventually(lambda: cluster.problem is None)
 
 
 @simulated

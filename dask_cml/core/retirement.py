@@ -49,8 +49,10 @@ class Retirements:
     @property
     def staying(self) -> Sequence[str]:
         """The workers that cannot be stopped now, because no other worker can take their data."""
+        connected = connected_names(self._cluster)  # a dead worker has no data any more
         unwanted = [worker for worker in self._processes.unwanted if not worker.is_retired]
-        return [worker.name for worker in unwanted if worker.cannot_move_to is not None]
+        holding = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
+        return [worker.name for worker in holding if worker.cannot_move_to is not None]
 
     @property
     def words(self) -> str | None:

@@ -247,9 +247,15 @@ def _forget(folder: Path, keep: int, oldest: float) -> None:
                 file.unlink()
 
 
+def find_ended(record_id: str) -> EndedCluster | None:
+    """Return a cluster that has ended, by the id of its record. None: the history does not have it."""
+    return next((cluster for cluster in ended_clusters() if cluster.id == record_id), None)
+
+
 def why_ended(record_id: str) -> str | None:
     """Return why a cluster has ended, by the id of its record. None: the history does not have it. Blocks."""
-    return next((cluster.why for cluster in ended_clusters() if cluster.id == record_id), None)
+    ended = find_ended(record_id)
+    return ended.why if ended is not None else None
 
 
 def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from dask_cml.checks import is_session_id
+from dask_cml.checks import is_session_id, message
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
     LOGS_FOLDER,
@@ -368,7 +368,13 @@ def has_ended(record: Record) -> bool:
 
 
 def records() -> list[Record]:
-    """Read all records, sorted by name. Ignore records that are damaged or not private; warn once."""
+    """Read all records, sorted by name. Ignore records that are damaged or not private; warn once.
+
+    Raises
+    ------
+    ValueError
+        If the state directory is not a folder.
+    """
     directory = state_directory()
     try:
         check_folder(directory)
@@ -377,8 +383,10 @@ def records() -> list[Record]:
     except NotPrivate as error:
         report_ignored(directory, f"it {error.why}: run `{error.command}`")
         return []
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
+    except NotADirectoryError:
+        raise ValueError(message("cml.state-directory", str(directory), "the path of a folder")) from None
     loaded = (_load(directory / name) for name in names)
     return [record for record in loaded if record is not None]
 

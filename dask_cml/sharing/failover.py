@@ -164,7 +164,7 @@ class Failover:
                 return False
         return is_any_stopped or not workers
 
-    async def _read(self, record: Record, why: str = "another process shut it down") -> Record:
+    async def _read(self, record: Record, why: str | None = None) -> Record:
         """Return the cluster's record as it is now.
 
         Raises
@@ -178,7 +178,8 @@ class Failover:
             latest = await asyncio.to_thread(store.read_again, record)
         except NoSuchCluster:
             ended = await asyncio.to_thread(why_ended, record.id)
-            raise SchedulerLost(ended or why) from None
+            deleted = f"another process shut it down, or deleted its folder {record.folder}"
+            raise SchedulerLost(ended or why or deleted) from None
         if latest.scheduler.closed is not None:
             raise SchedulerLost(latest.scheduler.closed)
         return latest

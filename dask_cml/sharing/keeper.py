@@ -68,7 +68,7 @@ class Journal:
     ----------
     gone : bool
         Whether the record did not exist any more at the last write, because another process deleted the
-        cluster.
+        cluster or its folder.
     """
 
     def __init__(self, api: WorkersAPI, record: Record) -> None:
@@ -107,10 +107,10 @@ class Journal:
                 await write(*arguments)
             self.gone, self._failure = False, None
         except NoSuchCluster:
+            if not self.gone:
+                words = "Cluster %s launches no more sessions: another process has deleted its folder %s"
+                logger.warning(words, self._record.name, self._record.folder)
             self.gone = True
-            logger.info(
-                "Record of cluster %s removed: another process deletes the cluster", self._record.name
-            )
         except (OSError, CMLError) as error:
             before, self._failure = self._failure, str(error)
             if self._failure != before:
@@ -141,7 +141,7 @@ class Journal:
         for session in stopped:
             ended, cause = self._ends.get(session, (now, ""))
             ends.append(end_file(session, min(now, ended), cause))
-        if launched or ends:
+        if launched or ends or self.gone:
             # A cancellation waits: ends must not be written before these launches.
             await to_the_end(store.write_sessions, self._record, launched, ends)
         self._written = (self._written | new.keys()) - stopped
@@ -217,6 +217,11 @@ class Keeper:
         link = self._link
         is_recent = link.connected and time.monotonic() - link.heard < timing.lease
         return is_recent and (link.board.keeper, link.board.term) == (link.id, self.term)
+
+    @property
+    def may_launch(self) -> bool:
+        """Whether this process launches sessions. Without the cluster's folder they would exit at once."""
+        return self.keeps and not self.journal.gone
 
     @property
     def sessions(self) -> list[Session]:

@@ -20,14 +20,14 @@ from dask_cml import compat, output
 from dask_cml.cancellation import first_of, within
 from dask_cml.core.ending import How, name_others
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
-from dask_cml.errors import ClusterExists, CMLError, SchedulerTimeout
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder
 from dask_cml.protocol import NO_ANSWER, Rank, Request, View
 from dask_cml.records import liveness, store
-from dask_cml.records.history import kept_logs
+from dask_cml.records.history import find_ended, kept_logs
 from dask_cml.records.operations import session_logs, stop_and_remove, take_name
 from dask_cml.records.record import VERSION, Maker, Record, SchedulerState, cluster_address
 from dask_cml.records.usage import Usage, usage_of
@@ -549,11 +549,17 @@ class Sharing:
         Raises
         ------
         NoSuchCluster
-            If another process has deleted the cluster.
+            If another process has deleted the cluster, and the history does not have it.
         """
         if self._usage is not None:
             return self._usage
-        return usage_of(store.read_again(self.record or self.new_record), time.time())
+        record = self.record or self.new_record
+        try:
+            return usage_of(store.read_again(record), time.time())
+        except NoSuchCluster:
+            if (ended := find_ended(record.id)) is None:
+                raise
+            return ended.usage
 
     def logs(self) -> SessionLogs:
         """Return the logs of the sessions. Those of a cluster that was shut down are in its history."""

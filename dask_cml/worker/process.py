@@ -142,7 +142,7 @@ async def _tell() -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)  # ends this process, as before it had the handler
     names = [str(server.name) for server in _servers]
-    logger.warning("Session about to be stopped: workers %s retire", ", ".join(names))
+    logger.info("Session about to be stopped: workers %s retire", ", ".join(names))
     try:
         await asyncio.wait_for(getattr(_servers[0].scheduler, NOTICE)(names=names), _NOTICE_TIMEOUT)
     except Exception as error:  # of Dask's RPC: the scheduler may have ended, too
