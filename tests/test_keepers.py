@@ -555,7 +555,7 @@ async def test_a_keeper_whose_record_was_removed_stops_its_sessions_when_it_leav
     cluster = await shared(silence_logs=False)  # which would silence caplog, too
     assert await asyncio.to_thread(store.remove, store.read("shared")) is not None
     cluster.scale(1)
-    await eventually(lambda: "Record of cluster shared removed" in caplog.text)
+    await eventually(lambda: "Cluster shared launches no more sessions" in caplog.text)
     await cluster.leave()
     assert not it.platform.running
     assert it.clusters == []
