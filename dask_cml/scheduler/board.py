@@ -140,8 +140,6 @@ class BoardState:
         The id of the process that keeps the cluster.
     term : int
         Counts the keepers of the cluster.
-    lives_on : bool
-        Whether the cluster runs on without a user.
     mail : sequence of Letter
         What users have asked for, and no keeper has carried out yet.
     leaving : sequence of str
@@ -169,7 +167,6 @@ class BoardState:
     revision: int = 0
     keeper: str | None = None
     term: int = 0
-    lives_on: bool = False
     mail: Sequence[Letter] = ()
     leaving: Sequence[str] = ()
     report: Mapping[str, Any] = field(default_factory=dict)

@@ -411,7 +411,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             **board,
             "revision": self._revision,
             "leaving": [*self.leaving],
-            "lives_on": self._lives_on,
             "moves": self.moves,
             "problem": self._problem,
             "news": self.health.news,
@@ -531,13 +530,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     @property
     def _is_to_be_kept(self) -> bool:
         """Whether nobody keeps the cluster, and users want more of it than its present workers."""
-        is_wanted = self._lives_on or self._watchers.has_user or bool(self._board.mail) or self._was_left
+        lives_on = self._watchers.timeout is None and self._lifetime.closed is None
+        is_wanted = lives_on or self._watchers.has_user or bool(self._board.mail) or self._was_left
         return is_wanted and self._board.keeper is None
-
-    @property
-    def _lives_on(self) -> bool:
-        """Whether the cluster runs on without a process of a user."""
-        return self._watchers.timeout is None and self._lifetime.closed is None
 
     def _waits_in_vain(self, seconds: float) -> float:
         """Return for how long tasks have waited, and no worker is here or about to come, in seconds."""

@@ -307,11 +307,8 @@ class Keeper:
             if not (self._link.connected or leaves):  # who leaves does not watch any more
                 return
             # Others may be noted while the scheduler answers.
-            report, events, asked = (
-                self.report().to_json(),
-                [*self._events],
-                max(self._link.unreported, default=0),
-            )
+            report, events = self.report().to_json(), [*self._events]
+            asked = max(self._link.unreported, default=0)
             n_before = self._n_events - len(events)
             if report == self._published and not (events or asked or leaves):
                 return
