@@ -107,10 +107,7 @@ def rebuild(name: str, **options: Any) -> CMLCluster:
 
 
 def cut_off(cluster: Any, seconds: float = 0.0) -> Callable[[], None]:
-    """Break the network between a cluster and its scheduler, until the returned function is called.
-
-    The cluster notices it after some seconds.
-    """
+    """Break the network between a cluster and its scheduler, until the returned function is called."""
 
     async def no_connection(*_: Any, **__: Any) -> Any:
         await asyncio.sleep(seconds)

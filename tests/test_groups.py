@@ -201,11 +201,7 @@ async def test_bad_groups_are_refused_and_nothing_is_lost(it, who):
                 ValueError,
                 "invalid worker_class='no.such.Class': expected",
             ),
-            (
-                lambda: user.delete_worker_group("default"),
-                ValueError,
-                "invalid name='default': expected",
-            ),
+            (lambda: user.delete_worker_group("default"), ValueError, "invalid name='default': expected"),
             (lambda: user.delete_worker_group("no"), ValueError, "invalid name='no': expected"),
             (lambda: user.scale(1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
             (lambda: user.adapt(0, 1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),

@@ -357,9 +357,10 @@ class CMLProcess(ProcessInterface):
             self.info = {**self.info, "status": UNLISTED}
         if not listed.items() <= self.info.items():
             self.info = {**self.info, **listed}
-        created = time_of(listed, "created_at")
-        if self.adopted and not self.is_listed and created is not None:
-            self.since, self.launched_at = created, time.monotonic() - _seconds_since(created)
+        if self.adopted and not self.is_listed:
+            created = time_of(listed, "created_at")
+            if created is not None:
+                self.since, self.launched_at = created, time.monotonic() - _seconds_since(created)
         self.is_listed = self.is_listed or bool(listed)
         runs = listed.get("status") == "running"
         if not has_run and (runs or is_pending(listed)):

@@ -134,7 +134,7 @@ class Journal:
         self._unused = unused
         launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
         for session, process in processes.items():
-            if process.loss is not None or time_of(process.info, "finished_at") is not None:
+            if process.loss is not None or process.info.get("finished_at"):
                 self._ends[session] = _end_of(process)
         stopped = {*self._api.stopped}
         ends = []
@@ -263,7 +263,7 @@ class Keeper:
         self._n_events += 1
 
     def log(self, text: str) -> None:
-        """Write into the cluster's log, for other processes and for the time after its end, without waiting."""
+        """Write into the cluster's log, for other processes and after the cluster's end, without waiting."""
         path = log_path(OWN_LOG, self._cluster.place.folder, self._cluster.options.log_directory)
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S} - {text}\n"
         output.write(lambda: append(path, line.encode()))

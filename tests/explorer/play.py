@@ -56,11 +56,7 @@ def play(seed: int, more: Collection[str] = tuple(MORE)) -> Outcome:
 
 
 def prepare() -> None:
-    """Prepare a process that plays episodes.
-
-    It does not print what Dask logs, most of which is about what breaks in an episode. As in the tests, see
-    ``conftest.py``, it collects garbage only between episodes.
-    """
+    """Log nothing in this process, and collect garbage only between episodes, as ``conftest.py`` does."""
     gc.disable()
     for logger in (logging.getLogger(), *isolated_loggers()):
         logger.handlers = [logging.NullHandler()]

@@ -31,10 +31,7 @@ class Cgroup:
         return (self.path / "cgroup.controllers").exists()
 
     def enter(self, memory: float) -> list[str]:
-        """Create it, and return the words before a command that run it there.
-
-        All processes together have so many GiB of memory, and no swap.
-        """
+        """Create it, with so many GiB of memory and no swap, and return the words that run commands there."""
         # The session that launched this one may end before it, with all processes in its cgroup.
         if _NAME.fullmatch(_find()[1].name):
             (self.path.parent / "cgroup.procs").write_text(str(os.getpid()))
@@ -64,10 +61,7 @@ class Cgroup:
         return exceeded
 
     def remove(self) -> None:
-        """Remove it, when the session's processes have ended.
-
-        Supervisors of sessions that the session launched may be left. They leave it.
-        """
+        """Remove it, when the session's processes have ended. Supervisors that may be left leave it."""
         deadline = time.monotonic() + _REMOVAL_TIMEOUT
         while self.path.exists():
             with contextlib.suppress(OSError):
