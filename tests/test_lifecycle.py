@@ -424,13 +424,13 @@ async def test_connecting_uses_the_platform_of_the_cluster(it):
 @pytest.mark.slow
 @simulated
 async def test_a_cluster_that_another_thread_is_making_is_not_named(it, monkeypatch):
-    def spec(*arguments):
+    def make(cluster):
+        end_at_exit(cluster)
         name_other_clusters(first)
-        return make_spec(*arguments)
 
     async with simulate() as first:
-        make_spec = cluster_module.scheduler_spec
-        monkeypatch.setattr(cluster_module, "scheduler_spec", spec)
+        end_at_exit = cluster_module.end_at_exit
+        monkeypatch.setattr(cluster_module, "end_at_exit", make)
         await simulate().close()
         assert "another cluster" not in log_of(first)
 
