@@ -612,10 +612,8 @@ class CMLCluster(SpecCluster):
         group : str
             The worker group.
         """
-        # Another process may have deleted the group.
-        if group not in self.groups:
-            return None
-        if self.status in (Status.created, Status.running) or self.sharing.is_keeper:
+        runs = self.status in (Status.created, Status.running) or self.sharing.is_keeper
+        if runs and group in self.groups:  # another process may have deleted it
             return self._in_loop(self._ask, "stop adapting", group=group)
         return None
 

@@ -43,7 +43,8 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except (CMLError, TimeoutError, KeyboardInterrupt) as error:  # it would show those of the event loop
-            error._render_traceback_ = functools.partial(in_short, error)  # type: ignore[method-assign, union-attr]
+            if not isinstance(error, CMLError):  # which shows itself so
+                error._render_traceback_ = functools.partial(in_short, error)  # type: ignore[union-attr]
             raise without_frames(error) from None
         except (TypeError, ValueError) as error:
             *_, (last, _) = traceback.walk_tb(error.__traceback__)

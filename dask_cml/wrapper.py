@@ -533,7 +533,7 @@ def _give_sign(cluster: _Cluster, n_over: int = 0) -> int:
 
 
 def _is_gone(folder: str) -> bool:
-    """Return whether a folder has certainly been removed, perhaps with those that contain it."""
+    """Return whether a folder has certainly been removed."""
     parent, name = os.path.split(folder)
     names = _list(parent)
-    return parent != folder and _is_gone(parent) if names is None else name not in names
+    return names is not None and name not in names

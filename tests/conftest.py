@@ -317,10 +317,7 @@ def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]
 
 @pytest.fixture
 def no_nannies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let workers start without a nanny, which is half of their start's work.
-
-    Sessions of several processes need nannies: ``worker_args=[]``.
-    """
+    """Let workers start without a nanny. Sessions of several processes need one: ``worker_args=[]``."""
     with configured(monkeypatch, "worker-args", ["--no-nanny"]):
         yield
 

@@ -346,6 +346,8 @@ def test_names_are_completed():
     assert complete(["info"], "o") == ["one", "other"]
     assert complete(["delete", "one"], "") == ["other"]
     assert complete(["create"], "--scheduler-m") == ["--scheduler-memory"]
+    with dask.config.set({"cml.state-directory": __file__}):
+        assert complete(["info"], "") == []
 
 
 def test_durations_have_one_unit_and_two_digits():

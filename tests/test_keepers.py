@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import threading
 import time
+from datetime import datetime, timezone
+from unittest import mock
 
 import dask
 import pytest
@@ -547,6 +549,15 @@ async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(pl
     assert await operations.end_all(store.records()) == {"shared": None}
     assert all(session["stop_requested"] for session in platform.sessions())
     assert store.records() == []
+
+
+async def test_launches_that_share_a_failed_write_know_that_the_record_was_removed():
+    journal = sharing_keeper.Journal(mock.Mock(), Record("gone", folder=state_directory() / "gone"))
+    workers = [mock.Mock(session_id=f"session{n}", owner=None, group="default", plan=None) for n in range(4)]
+    for worker in workers:
+        worker.name, worker.since = worker.session_id, datetime.now(timezone.utc)
+    await asyncio.gather(*map(journal.enter, workers))
+    assert journal.gone
 
 
 @simulated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import re
@@ -83,7 +84,9 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
     from dask_cml.records import store
 
     given = context.params.get(str(parameter.name)) or ()
-    names = [record.name for record in store.records() if record.name.startswith(incomplete)]
+    names: list[str] = []
+    with contextlib.suppress(OSError, ValueError):  # the command itself says it
+        names = [record.name for record in store.records() if record.name.startswith(incomplete)]
     # Click's script for bash quotes nothing.
     return [name for name in names if name not in given and name == shlex.quote(name)]
 

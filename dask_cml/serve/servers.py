@@ -31,7 +31,6 @@ from dask_cml.dashboard.http_server import LocalApplication, LocalServer, local_
 from dask_cml.dashboard.proxy import DashboardProxy
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.output import get_logger
-from dask_cml.records import store
 from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
@@ -243,11 +242,8 @@ async def serve(
     CMLError
         If a port is in use. Also if CML did not stop some sessions on shutdown. The message names their
         clusters.
-    ValueError
-        If the state directory is not a folder.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    await asyncio.to_thread(store.records)  # an invalid state directory is an error now, and no empty page
     if tornado.version_info < tuple(map(int, _SAFE_TORNADO.split("."))):
         logger.warning(_UNSAFE, tornado.version, _SAFE_TORNADO)
     async with contextlib.AsyncExitStack() as ending:

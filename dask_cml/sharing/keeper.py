@@ -105,7 +105,6 @@ class Journal:
         try:
             async with self._lock:
                 await write(*arguments)
-            self.gone, self._failure = False, None
         except NoSuchCluster:
             if not self.gone:
                 words = "Cluster %s launches no more sessions: another process has deleted its folder %s"
@@ -121,7 +120,7 @@ class Journal:
         if not entering:
             return
         launches = [self._launch(str(process.session_id), process.name, process) for process in entering]
-        await to_the_end(store.write_sessions, self._record, launches)
+        await self._put(launches)
         self._written.update(launch.id for launch in launches)
 
     async def _write(self, processes: dict[str, CMLProcess]) -> None:
@@ -142,13 +141,17 @@ class Journal:
             ended, cause = self._ends.get(session, (now, ""))
             ends.append(end_file(session, min(now, ended), cause))
         if launched or ends or self.gone:
-            # A cancellation waits: ends must not be written before these launches.
-            await to_the_end(store.write_sessions, self._record, launched, ends)
+            await self._put(launched, ends)
         self._written = (self._written | new.keys()) - stopped
         # A late answer of the platform may enter a stopped session once more. Then it is stopped again.
         self._api.stopped.difference_update(stopped)
         for session in stopped:
             self._ends.pop(session, None)
+
+    async def _put(self, launched: Iterable[Launch], ends: Iterable[str] = ()) -> None:
+        # A cancellation waits: ends must not be written before these launches.
+        await to_the_end(store.write_sessions, self._record, launched, ends)
+        self.gone, self._failure = False, None
 
     def _launch(self, session: str, name: str, process: CMLProcess | None) -> Launch:
         """Return how a session was launched. Without a process, it is the engine of a refused launch."""

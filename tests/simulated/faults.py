@@ -123,10 +123,7 @@ class PlannedFaults:
         self._stop_codes.extend(codes)
 
     def doom(self, fate: str, times: int = 1, key: str = "") -> None:
-        """Decide what becomes of the next sessions, by a name of :data:`FATES`.
-
-        ``key`` is what they are launched as, or what that ends with.
-        """
+        """Decide what becomes of the next sessions with such a name or end of it, by one of :data:`FATES`."""
         self._fates.extend([(key, fate)] * times)
 
     def doom_of(self, key: str) -> str | None:

@@ -7,11 +7,7 @@ from dask_cml.local import state
 
 
 def sessions() -> list[dict[str, Any]]:
-    """Return the sessions of all launchers, the oldest first.
-
-    Each is as from ``list_workers``, with more entries: ``launcher``, the id of the session that launched it,
-    ``stop_requested``, and ``reason``, why the platform let it fail, see :mod:`testbed.supervisor`.
-    """
+    """Return the sessions of all launchers as from ``list_workers``, the oldest first, with more entries."""
     return [
         {
             **state.public(session),
@@ -32,8 +28,7 @@ def log(session_id: str) -> str:
 def evict(session_id: str, *, notice: bool = False) -> None:
     """Let a session fail, and return when all its processes have ended.
 
-    By default, they are killed at once, as by the failure of their node. With `notice`, the main process gets
-    SIGTERM first, and ``stop_grace`` seconds, as when a node is drained.
+    With `notice`, the main process gets SIGTERM first, and ``stop_grace`` seconds, as when a node is drained.
     """
     session = state.read_session(session_id)
     if session is None:
