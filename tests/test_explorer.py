@@ -4,19 +4,15 @@ Each episode has its seed, so a failure names how to repeat it: ``DASK_CML_SEED=
 """
 
 import os
-import random
 
 import pytest
 from explorer.play import play_quietly
 
 EPISODES = int(os.environ.get("DASK_CML_EPISODES", 2))
-#: ``DASK_CML_SEED=new`` draws one, which is the same in all processes of a run.
-SEED = os.environ.get("DASK_CML_SEED", "40003")
-if SEED == "new":
-    SEED = str(random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6))
+SEED = int(os.environ.get("DASK_CML_SEED", 40003))
 
 
-@pytest.mark.parametrize("seed", range(int(SEED), int(SEED) + EPISODES))
+@pytest.mark.parametrize("seed", range(SEED, SEED + EPISODES))
 def test_an_episode_ends_well(seed):
     outcome = play_quietly(seed)[1]
     print(f"DASK_CML_SEED={seed} DASK_CML_EPISODES=1", *outcome.story, sep="\n")

@@ -731,7 +731,12 @@ async def test_sessions_that_nobody_launched_or_wants_are_stopped_and_ended_in_t
         await eventually(lambda: "shared-1" in {session.key for session in it.platform.live_sessions})
         cluster.scale(1)
         await eventually(lambda: len(it.platform.live) == 2)
+        it.platform.refuse()
+        it.platform.plan("stop_workers", Mishap(error=ConnectionError("lost"), carried_out=False))
+        cluster.scale(2)
+        await eventually(lambda: len(it.platform.live) == 3)
         await cluster.leave()
+    assert {*it.platform.live} == store.read("shared").sessions.keys()
     old = sleeping(it)
     changes = [Launch(old, "shared-7", None, int(time.time()) - 60)]
     await asyncio.to_thread(store.write_sessions, store.read("shared"), changes, [])

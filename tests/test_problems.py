@@ -90,7 +90,7 @@ async def test_close_tries_again_after_an_error_of_dask_and_waits_for_no_file(it
 
     cluster = await simulate()
     cluster._close_dask = fail
-    step_in(cluster, "writes the record", lambda _: asyncio.sleep(3600))
+    step_in(cluster, "writes the record", lambda *_, **__: asyncio.sleep(3600))
     with pytest.raises(AttributeError):
         await cluster.close()
     await cluster.close()

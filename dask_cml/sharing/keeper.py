@@ -91,15 +91,17 @@ class Journal:
         self._entering.append(process)
         await self._locked(self._enter)
 
-    async def write(self, processes: Iterable[CMLProcess]) -> None:
+    async def write(self, processes: Iterable[CMLProcess], *, is_last: bool = False) -> None:
         """Write what has changed. Log an error once; the next call tries again.
 
         Parameters
         ----------
         processes : iterable of CMLProcess
             The scheduler and the workers.
+        is_last : bool
+            Whether this process launches nothing any more.
         """
-        await self._locked(self._write, {str(process.session_id): process for process in processes})
+        await self._locked(self._write, {str(process.session_id): process for process in processes}, is_last)
 
     async def _locked(self, write: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         try:
@@ -123,13 +125,14 @@ class Journal:
         await self._put(launches)
         self._written.update(launch.id for launch in launches)
 
-    async def _write(self, processes: dict[str, CMLProcess]) -> None:
+    async def _write(self, processes: dict[str, CMLProcess], is_last: bool) -> None:
         sessions, now = self._api.live.copy(), int(time.time())
         new = {session: name for session, name in sessions.items() if session not in self._written}
         # The process of a session may not know of it yet. An engine of a refused launch has no process.
         unused = new.keys() - processes.keys()
-        for session in unused - self._unused:
-            del new[session]
+        if not is_last:
+            for session in unused - self._unused:
+                del new[session]
         self._unused = unused
         launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
         for session, process in processes.items():

@@ -508,7 +508,7 @@ class Sharing:
     async def close(self, how: How) -> None:
         """Write the record for the last time. If this process leaves, another one keeps the cluster."""
         if self.is_keeper:
-            await self.keeper.journal.write(self._cluster.processes.launched)
+            await self.keeper.journal.write(self._cluster.processes.launched, is_last=True)
         if how is How.LEAVE:
             # Together in less than the time of files, so that the user is told if the scheduler hangs.
             if self.is_keeper:
