@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dask_cml.errors import SchedulerTimeout as SchedulerTimeout
     from dask_cml.errors import SessionFailed as SessionFailed
     from dask_cml.private_files import NotPrivate as NotPrivate
-    from dask_cml.records.usage import SessionHours as SessionHours
-    from dask_cml.records.usage import Usage as Usage
+    from dask_cml.records.history import SessionHours as SessionHours
+    from dask_cml.records.history import Usage as Usage
     from dask_cml.sessions.calls import CallFailed as CallFailed
     from dask_cml.sessions.process import CMLScheduler as CMLScheduler
     from dask_cml.sessions.process import CMLWorker as CMLWorker
@@ -31,7 +31,7 @@ _OFFERED = {
     "errors": "CMLError ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout SessionFailed",
     "core.adaptive": "CMLAdaptive",
     "private_files": "NotPrivate",
-    "records.usage": "SessionHours Usage",
+    "records.history": "SessionHours Usage",
     "sessions.calls": "CallFailed",
     "sessions.process": "CMLScheduler CMLWorker Session",
 }

@@ -27,7 +27,7 @@ from dask_cml.output import get_logger
 from dask_cml.protocol import END, LINES
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
-from dask_cml.records.record import SCHEME, Record
+from dask_cml.records.store import SCHEME, Record
 from dask_cml.sessions import here, tls
 from dask_cml.words import command
 

@@ -18,7 +18,7 @@ from dask_cml.output import get_logger
 from dask_cml.protocol import Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.liveness import Finding, State
-from dask_cml.records.record import Record
+from dask_cml.records.store import Record
 from dask_cml.sessions import tls
 from dask_cml.sessions.workers_api import SessionInfo
 

@@ -25,8 +25,7 @@ from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import state_directory
 from dask_cml.protocol import Rank
 from dask_cml.records import store
-from dask_cml.records.record import Record
-from dask_cml.records.store import end_file
+from dask_cml.records.store import Record, end_file
 from dask_cml.sessions.entry import Launch
 
 #: The time at which recorded sessions were launched.

@@ -6,9 +6,8 @@ import zlib
 from typing import Any
 
 from dask_cml.errors import NoSuchCluster
-from dask_cml.records.history import EndedCluster
-from dask_cml.records.record import Record
-from dask_cml.records.usage import SessionHours, Usage, usage_of
+from dask_cml.records.history import EndedCluster, SessionHours, Usage, usage_of
+from dask_cml.records.store import Record
 from dask_cml.sessions.entry import Launch
 
 GIB = 2**30

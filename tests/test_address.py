@@ -21,7 +21,7 @@ from dask_cml.address import CMLBackend
 from dask_cml.options import state_directory
 from dask_cml.protocol import END
 from dask_cml.records import liveness, store
-from dask_cml.records.record import Maker, Record, SchedulerState, cluster_address
+from dask_cml.records.store import Maker, Record, SchedulerState, cluster_address
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
 

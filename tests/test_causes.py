@@ -19,7 +19,7 @@ from simulated.testing import eventually, simulated
 from dask_cml.options import Options
 from dask_cml.protocol import EXITED
 from dask_cml.records import store
-from dask_cml.records.usage import usage_of
+from dask_cml.records.history import usage_of
 from dask_cml.scheduler.health import Health
 from dask_cml.sessions.causes import Cause, find_cause
 from dask_cml.sessions.plan import Place, plan_worker

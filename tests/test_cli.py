@@ -33,7 +33,7 @@ from dask_cml.cli import console
 from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.records import store
-from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.records.store import Maker, Record, SchedulerState
 from dask_cml.sessions import tls
 from dask_cml.words import format_duration, printable
 

@@ -25,7 +25,7 @@ from dask_cml import CMLCluster, cli
 from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.environment import Finding
 from dask_cml.options import state_directory
-from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.records.store import Maker, Record, SchedulerState
 from dask_cml.sessions import here, tls
 
 #: The folder of packages that a workbench adds to its images.

@@ -52,7 +52,7 @@ from dask_cml.layout import board_file
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.operations import end_all
-from dask_cml.records.record import Maker
+from dask_cml.records.store import Maker
 from dask_cml.scheduler import plugin
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.workers_api import WorkersAPI

@@ -25,9 +25,8 @@ from dask_cml import SessionHours, Usage, cli
 from dask_cml.layout import HISTORY_FOLDER, LOGS_FOLDER
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import history, operations, store
-from dask_cml.records.history import ended_clusters
-from dask_cml.records.record import Maker, Record, SchedulerState
-from dask_cml.records.usage import usage_of
+from dask_cml.records.history import ended_clusters, usage_of
+from dask_cml.records.store import Maker, Record, SchedulerState
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_user
 

@@ -56,7 +56,7 @@ from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import state_directory
 from dask_cml.protocol import LAST, Request
 from dask_cml.records import operations, store
-from dask_cml.records.record import Record
+from dask_cml.records.store import Record
 from dask_cml.scheduler.board import Letter
 from dask_cml.sessions.entry import Launch
 from dask_cml.sharing import keeper as sharing_keeper

@@ -17,7 +17,7 @@ from dask_cml.layout import scheduler_file
 from dask_cml.protocol import USERS, Rank
 from dask_cml.records import liveness, operations
 from dask_cml.records.liveness import State, judge, silence
-from dask_cml.records.record import Maker, Present, SchedulerState
+from dask_cml.records.store import Maker, Present, SchedulerState
 from dask_cml.scheduler import lifetime as module
 from dask_cml.scheduler.lifetime import Watchers
 from dask_cml.timing import timing

@@ -22,7 +22,7 @@ from distributed.security import Security
 from dask_cml import CMLCluster
 from dask_cml.options import state_directory
 from dask_cml.records import store
-from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.store import Record, SchedulerState
 from dask_cml.sessions import tls
 from dask_cml.sharing.link import Link
 

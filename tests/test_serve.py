@@ -39,7 +39,7 @@ from dask_cml.errors import CMLError
 from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
-from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.records.store import Maker, Record, SchedulerState
 from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.clusters import ProjectClusters

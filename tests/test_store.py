@@ -53,8 +53,18 @@ from dask_cml.private_files import NotPrivate, append, make_folder, read_file, w
 from dask_cml.protocol import WantedGroup
 from dask_cml.records import operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
-from dask_cml.records.record import VERSION, Maker, Record, SchedulerState
-from dask_cml.records.store import end_file, has_ended, read, records, remove, write_sessions
+from dask_cml.records.store import (
+    VERSION,
+    Maker,
+    Record,
+    SchedulerState,
+    end_file,
+    has_ended,
+    read,
+    records,
+    remove,
+    write_sessions,
+)
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.sessions.entry import Launch, file_name, form, parse
 from dask_cml.words import printable

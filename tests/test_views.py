@@ -26,7 +26,7 @@ from dask_cml.cli import show
 from dask_cml.display import StartDisplay
 from dask_cml.options import SessionSize
 from dask_cml.records import store
-from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.store import Record, SchedulerState
 from dask_cml.sessions.process import Session
 
 

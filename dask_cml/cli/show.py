@@ -27,9 +27,8 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import adapting, adapts, command, format_duration, format_time, idle, waiting
 
 if TYPE_CHECKING:
-    from dask_cml.records.history import EndedCluster
-    from dask_cml.records.record import Record
-    from dask_cml.records.usage import SessionHours, Usage
+    from dask_cml.records.history import EndedCluster, SessionHours, Usage
+    from dask_cml.records.store import Record
 
 #: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
@@ -104,11 +103,10 @@ async def info(name: str | None, as_json: bool) -> None:
     NAME may be left out if the project has one cluster.
     """
     from dask_cml.records import history, operations
-    from dask_cml.records.usage import usage_of
 
     record = _the_only_record() if name is None else _record_of(name)
     [row] = await operations.describe([record])
-    usage = usage_of(record, history.end_of(record))
+    usage = history.usage_of(record, history.end_of(record))
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
     sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
     # Sessions of the local platform end with no other session.
@@ -227,7 +225,7 @@ async def ended(name: str | None, since: str | None, by: str | None, as_json: bo
 
 
 def _print_ended(clusters: Sequence[EndedCluster]) -> None:
-    from dask_cml.records.usage import SessionHours
+    from dask_cml.records.history import SessionHours
 
     if not clusters:
         echo("No ended clusters.", err=True)
@@ -286,7 +284,7 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
 
     WORKER is the name of a worker, "Cluster" or "Scheduler". Without it, the command prints all logs.
     """
-    from dask_cml.records import operations, store
+    from dask_cml.records import store
 
     record = store.find(name)
     if record is None:
@@ -296,7 +294,7 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
         session_logs, launched = clusters[0].logs(), []
         echo(f"Cluster {name} ended at {format_time(clusters[0].ended)}: {clusters[0].why}", err=True)
     else:
-        session_logs = operations.session_logs(record)
+        session_logs = record.logs()
         launched = [key for key in record.sessions.values() if key != "scheduler"]
     chosen = session_logs.choose(workers, launched) if workers else None
     read = functools.partial(session_logs.lines, chosen)

@@ -13,7 +13,7 @@ from dask_cml.doctor.environment import Finding, dask_command
 from dask_cml.errors import NoSuchCluster
 
 if TYPE_CHECKING:
-    from dask_cml.records.record import Record
+    from dask_cml.records.store import Record
 
 Versions = Mapping[str, str | None]
 

@@ -1,4 +1,4 @@
-"""The history of clusters: a small file and the logs remain of a cluster that has ended.
+"""What clusters use, how they end, and their history: a small file and the logs remain of a cluster.
 
 The file, and the folder with the logs, are named after the id of the cluster's record. The process that
 removes the record writes them first. No process changes them.
@@ -15,23 +15,30 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Annotated, Any, TypedDict, cast
 
-from dask_cml.errors import NoSuchCluster
-from dask_cml.layout import HISTORY_FOLDER, log_folder
-from dask_cml.options import setting, state_directory
+from msgspec import Meta
+
+from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.layout import HISTORY_FOLDER, SCHEDULER, log_folder
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.options import SessionSize, setting, state_directory
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder, open_regular, read_file, report_ignored, write_file
 from dask_cml.records import liveness, store
-from dask_cml.records.record import Record
-from dask_cml.records.usage import Amount, SessionHours, Usage, usage_of
+from dask_cml.records.store import Record, end_file
+from dask_cml.sessions.calls import CallFailed, NoAnswer, call_within
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.timing import timing
 from dask_cml.validation import validate
-from dask_cml.words import first_line, printable
+from dask_cml.words import command, first_line, printable, table
 
 logger = get_logger(__name__)
 
@@ -40,6 +47,146 @@ _SUFFIX = ".json"
 _MOST_OF_A_LOG, _MOST_LOGS = 2**20, 100
 #: The reason if no process has seen the end.
 UNSEEN = "its scheduler's session ended"
+
+_UNKNOWN = SessionSize(0, 0)
+#: As seconds since 1970, the bound is in the year 6325.
+_BOUNDS = Meta(ge=0, lt=2**37)
+_Count = Annotated[int, _BOUNDS]
+#: An amount or a time that another process has written.
+Amount = _Count | Annotated[float, _BOUNDS]
+
+
+@dataclass(frozen=True)
+class SessionHours:
+    """The usage of some sessions so far.
+
+    Parameters
+    ----------
+    sessions : int
+        Number of sessions, including ended ones.
+    hours : float
+        Sum of their durations, in hours.
+    vcpu_hours : float
+        Sum of their durations times their virtual CPUs, in hours.
+    gib_hours : float
+        Sum of their durations times their memory, in GiB hours.
+    gpu_hours : float
+        Sum of their durations times their numbers of GPUs, in hours.
+    lost : dict of str to int
+        Number of sessions that were lost, by cause.
+    """
+
+    sessions: _Count = 0
+    hours: Amount = 0.0
+    vcpu_hours: Amount = 0.0
+    gib_hours: Amount = 0.0
+    gpu_hours: Amount = 0.0
+    lost: Mapping[str, _Count] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> float | None:
+        """The cost by the prices of the site, ``cml.prices``. None if the site has set none."""
+        amounts = {"cpu": self.vcpu_hours, "memory": self.gib_hours, "gpu": self.gpu_hours}
+        prices = {name: setting(f"prices.{name}") for name in amounts}
+        costs = [price * amounts[name] for name, price in prices.items() if price is not None]
+        return sum(costs) if costs else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it with its cost, for JSON."""
+        return {**vars(self), "cost": self.cost}
+
+    def __add__(self, other: SessionHours) -> SessionHours:
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "lost"}
+        return SessionHours(**sums, lost=dict(Counter(self.lost) + Counter(other.lost)))
+
+
+def _lost(used: SessionHours) -> str:
+    return ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
+
+
+#: The columns of a table of usages, and their cells.
+_COLUMNS: dict[str, Callable[[SessionHours], str]] = {
+    "sessions": lambda used: str(used.sessions),
+    "hours": lambda used: f"{used.hours:.2f}",
+    "vCPU hours": lambda used: f"{used.vcpu_hours:.2f}",
+    "GiB hours": lambda used: f"{used.gib_hours:.2f}",
+    "GPU hours": lambda used: f"{used.gpu_hours:.2f}",
+    "cost": lambda used: f"{used.cost:.2f}",
+    "lost": _lost,
+}
+
+
+class Usage(dict[str, SessionHours]):
+    """The usage of a cluster so far: the hours of each worker group, and of ``"scheduler"``.
+
+    Its ``repr`` is a table, with costs if the site has set prices.
+
+    Examples
+    --------
+    >>> usage = Usage(scheduler=SessionHours(1, 2, 2, 4), default=SessionHours(3, 4.5, 18, 72))
+    >>> usage["default"].vcpu_hours
+    18
+    >>> usage
+    group      sessions  hours  vCPU hours  GiB hours  GPU hours
+    scheduler         1   2.00        2.00       4.00       0.00
+    default           3   4.50       18.00      72.00       0.00
+    total             4   6.50       20.00      76.00       0.00
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the hours and costs of each group, and in total, for JSON."""
+        groups = {group: used.to_json() for group, used in self.items()}
+        return {"groups": groups, "total": self.total.to_json()}
+
+    @property
+    def total(self) -> SessionHours:
+        """The sum of all groups and the scheduler."""
+        return sum(self.values(), SessionHours())
+
+    def __repr__(self) -> str:
+        columns = {**_COLUMNS}
+        if self.total.cost is None:
+            del columns["cost"]
+        if not self.total.lost:
+            del columns["lost"]
+        rows = [("group", *columns)]
+        for name, used in [*self.items(), ("total", self.total)]:
+            rows.append((name, *(cell(used) for cell in columns.values())))
+        return "\n".join(table(rows, str.rjust))
+
+
+def usage_of(record: Record, now: float) -> Usage:
+    """Return the usage of a cluster.
+
+    A session counts from when its program starts until it was stopped or found to have ended. If the record
+    still lists it, it counts until now.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's record, with its ended sessions.
+    now : float
+        The current time, in seconds since 1970.
+    """
+    launches: dict[str, list[Launch]] = {}
+    for launch in {**record.launches, **record.ended}.values():
+        group = SCHEDULER if launch.key == SCHEDULER else launch.worker_group(record.name)
+        launches.setdefault(group, []).append(launch)
+    used = {group: _sum(of_group, now) for group, of_group in launches.items()}
+    order = sorted(used, key=lambda group: (group != SCHEDULER, group != DEFAULT_GROUP, group))
+    return Usage({group: used[group] for group in order})
+
+
+def _sum(launches: list[Launch], now: float) -> SessionHours:
+    used = [(max(0.0, launch.seconds(now)) / 3600, launch.size or _UNKNOWN) for launch in launches]
+    return SessionHours(
+        len(used),
+        sum(hours for hours, _ in used),
+        sum(hours * size.cpu for hours, size in used),
+        sum(hours * size.memory for hours, size in used),
+        sum(hours * size.nvidia_gpu for hours, size in used),
+        dict(Counter(launch.cause for launch in launches if launch.cause)),
+    )
 
 
 class _Written(TypedDict):
@@ -180,6 +327,47 @@ def end_of(record: Record) -> float:
     launches = {**record.launches, **record.ended}.values()
     times = [launch.ended or launch.started or launch.launched for launch in launches]
     return max([record.created.timestamp(), *times])
+
+
+def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> Record:
+    """Stop all sessions in a cluster's record, and remove the record with the cluster's folder. Blocks.
+
+    Return the record as it was at last, see :func:`store.refreshed`.
+
+    Raises
+    ------
+    CMLError
+        If sessions are not stopped. Or if the file system fails or does not answer: the known sessions are
+        stopped even so.
+    """
+    stopped: set[str] = set()
+
+    def stop(sessions: Mapping[str, str]) -> None:
+        for session in sessions.keys() - stopped:
+            api.adopt(session, sessions[session])
+        stopped.update(sessions)
+        try:
+            api.end()
+        except CallFailed:  # of some: the others are not to be listed any more
+            ended = [end_file(session, int(time.time())) for session in stopped - api.live.keys()]
+            with contextlib.suppress(OSError, CMLError):
+                call_within(timing.files, store.write_sessions, record, [], ended)
+            raise
+
+    try:
+        latest = call_within(timing.files, store.refreshed, record)
+        stop({**record.sessions, **latest.sessions})
+        if why:  # else an argument was refused, and nothing was launched
+            call_within(timing.files, remember, record, why)
+        if last_sessions := call_within(timing.files, store.remove, record):
+            stop(last_sessions)
+        return latest
+    except (NoAnswer, OSError) as error:
+        stop(record.sessions)
+        raise CMLError(
+            f"the known sessions of cluster {record.name!r} are stopped, but its folder {record.folder} is "
+            f"not removed: {error}. When the file system answers, run {command('delete', record.name)}"
+        ) from error
 
 
 def remember(record: Record, why: str = UNSEEN) -> None:

@@ -11,22 +11,14 @@ from typing import Any
 
 from dask_cml.cancellation import to_the_end
 from dask_cml.errors import ClusterExists, CMLError
-from dask_cml.layout import SCHEDULER, log_folder
-from dask_cml.output import get_logger
+from dask_cml.layout import SCHEDULER
 from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
-from dask_cml.records.record import Record, cluster_address
-from dask_cml.records.store import end_file
-from dask_cml.sessions.calls import CallFailed, NoAnswer, call_within
+from dask_cml.records.store import Record, cluster_address
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_user
 from dask_cml.sessions.process import WAITS_AFTER
-from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
-from dask_cml.timing import timing
-from dask_cml.words import command
-
-logger = get_logger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
 #: Seconds for the platform to list its sessions, where a cluster is deleted if one has ended.
@@ -170,11 +162,6 @@ async def ended_clusters() -> list[history.EndedCluster]:
     return await asyncio.to_thread(history.ended_clusters, dead)
 
 
-def session_logs(record: Record) -> SessionLogs:
-    """Return the logs of a cluster's sessions."""
-    return SessionLogs(record.name, log_folder(record.folder, record.options.get("log_directory")))
-
-
 async def end_all(
     records: Iterable[Record], reason: str | None = None, findings: Mapping[str, Finding] | None = None
 ) -> dict[str, CMLError | None]:
@@ -213,7 +200,7 @@ async def end_all(
                     with contextlib.suppress(Exception):  # of Dask, which varies: its workers may be frozen
                         await record.ask_scheduler("terminate", _GOODBYE_TIMEOUT, reason=why)
                 api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
-                await api.close(lambda: stop_and_remove(record, api, why))
+                await api.close(lambda: history.stop_and_remove(record, api, why))
             except CMLError as error:
                 return error
             except Exception as error:  # of the platform's library: the others are deleted
@@ -227,47 +214,6 @@ async def end_all(
 def deleted_by(user: str | None = None) -> str:
     """Return the reason for the end of a cluster that a user deletes. Default: the user of this process."""
     return f"deleted by {user or this_user() or 'an unknown user'}"
-
-
-def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> Record:
-    """Stop all sessions in a cluster's record, and remove the record with the cluster's folder. Blocks.
-
-    Return the record as it was at last, see :func:`store.refreshed`.
-
-    Raises
-    ------
-    CMLError
-        If sessions are not stopped. Or if the file system fails or does not answer: the known sessions are
-        stopped even so.
-    """
-    stopped: set[str] = set()
-
-    def stop(sessions: Mapping[str, str]) -> None:
-        for session in sessions.keys() - stopped:
-            api.adopt(session, sessions[session])
-        stopped.update(sessions)
-        try:
-            api.end()
-        except CallFailed:  # of some: the others are not to be listed any more
-            ended = [end_file(session, int(time.time())) for session in stopped - api.live.keys()]
-            with contextlib.suppress(OSError, CMLError):
-                call_within(timing.files, store.write_sessions, record, [], ended)
-            raise
-
-    try:
-        latest = call_within(timing.files, store.refreshed, record)
-        stop({**record.sessions, **latest.sessions})
-        if why:  # else an argument was refused, and nothing was launched
-            call_within(timing.files, history.remember, record, why)
-        if last_sessions := call_within(timing.files, store.remove, record):
-            stop(last_sessions)
-        return latest
-    except (NoAnswer, OSError) as error:
-        stop(record.sessions)
-        raise CMLError(
-            f"the known sessions of cluster {record.name!r} are stopped, but its folder {record.folder} is "
-            f"not removed: {error}. When the file system answers, run {command('delete', record.name)}"
-        ) from error
 
 
 async def prune() -> tuple[dict[str, CMLError | None], dict[str, str]]:

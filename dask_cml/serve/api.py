@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import quote
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.records import operations
 from dask_cml.serve.access import Handler
 
 _OFFSET = re.compile(r"\d{1,18}", re.ASCII)
@@ -134,7 +133,7 @@ class Logs(ApiHandler):
         session, offset = self.get_query_argument("session", None), self.get_query_argument("offset", None)
         if offset is not None and not _OFFSET.fullmatch(offset):
             raise ValueError(f"invalid offset={offset!r}: expected a whole number")
-        logs = operations.session_logs(self.clusters.find(name))
+        logs = self.clusters.find(name).logs()
         if session is None:
             self.answer({"sessions": [*await asyncio.to_thread(logs.paths)]})
         else:

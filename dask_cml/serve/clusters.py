@@ -32,10 +32,9 @@ from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.output import get_logger
 from dask_cml.records import history, liveness, operations, store
-from dask_cml.records.history import EndedCluster, ended_clusters
+from dask_cml.records.history import EndedCluster, ended_clusters, usage_of
 from dask_cml.records.liveness import Finding, State
-from dask_cml.records.record import Maker, Record, cluster_address
-from dask_cml.records.usage import usage_of
+from dask_cml.records.store import Maker, Record, cluster_address
 from dask_cml.scheduler.board import Report
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import Session
@@ -234,7 +233,7 @@ class ProjectClusters(Observers):
             more = {
                 # Of a cluster that has ended since the last poll, the last known record lists some.
                 "sessions": [] if store.has_ended(record) else _sessions_of(record, finding),
-                "logs": [*operations.session_logs(record).paths()],
+                "logs": [*record.logs().paths()],
                 "session_hours": usage.total.hours,
                 "usage": usage.to_json(),
                 "cost": usage.total.cost,

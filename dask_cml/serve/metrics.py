@@ -9,7 +9,7 @@ from typing import Any
 from tornado.web import HTTPError
 
 from dask_cml.layout import SCHEDULER
-from dask_cml.records.record import Record
+from dask_cml.records.store import Record
 from dask_cml.serve.access import Handler
 
 #: The upper limits of start times, in seconds.

@@ -15,8 +15,7 @@ from tornado.web import HTTPError
 
 from dask_cml.options.table import Option
 from dask_cml.options.unattended import offered_options, typed
-from dask_cml.records.history import where_logs_are
-from dask_cml.records.usage import SessionHours
+from dask_cml.records.history import SessionHours, where_logs_are
 from dask_cml.serve.access import POLICY, Handler
 from dask_cml.serve.api import ApiHandler
 from dask_cml.words import format_duration, format_time

@@ -17,7 +17,7 @@ from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
-from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.store import Record, SchedulerState
 from dask_cml.sessions.calls import CallFailed
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.process import CMLScheduler

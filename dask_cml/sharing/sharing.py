@@ -27,10 +27,9 @@ from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder
 from dask_cml.protocol import NO_ANSWER, Rank, Request, View
 from dask_cml.records import liveness, store
-from dask_cml.records.history import find_ended, kept_logs
-from dask_cml.records.operations import session_logs, stop_and_remove, take_name
-from dask_cml.records.record import VERSION, Maker, Record, SchedulerState, cluster_address
-from dask_cml.records.usage import Usage, usage_of
+from dask_cml.records.history import Usage, find_ended, kept_logs, stop_and_remove, usage_of
+from dask_cml.records.operations import take_name
+from dask_cml.records.store import VERSION, Maker, Record, SchedulerState, cluster_address
 from dask_cml.scheduler.board import BoardState, Report
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
@@ -567,7 +566,7 @@ class Sharing:
         was_shut_down = cluster.status == Status.closed and cluster.ending.how is How.SHUT_DOWN
         if was_shut_down and self.record is not None and not cluster.options.log_directory:
             return kept_logs(record)
-        return session_logs(record)
+        return record.logs()
 
     @property
     def dashboard_url(self) -> str:

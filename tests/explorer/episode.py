@@ -20,7 +20,7 @@ from simulated.world import World
 from dask_cml import CMLCluster
 from dask_cml.errors import NoSuchCluster
 from dask_cml.records import store
-from dask_cml.records.record import Record
+from dask_cml.records.store import Record
 from dask_cml.scheduler.plugin import NAME as NAME_OF_PLUGIN
 
 from .actors import Actor, Command, NamedCluster, Notebook, Page, User, connect_in_a_task

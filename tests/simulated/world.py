@@ -20,7 +20,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 from dask_cml import cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.records import liveness, operations, record, store
+from dask_cml.records import liveness, operations, store
 from dask_cml.scheduler import plugin
 from dask_cml.scheduler import resident as residents
 from dask_cml.serve import clusters
@@ -170,7 +170,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         *((module, "os", files) for module in (ending, plugin, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "os", files),
-        (record, "psutil", table),
+        (store, "psutil", table),
         *(
             (module, "load_platform", lambda _: it.platform)
             for module in (operations, liveness, cluster, clusters)
@@ -179,7 +179,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         (calls, "threading", _with(threading, Thread=Thread)),
         *((module, "wait", it.wait) for module in (calls, workers_api)),
         (residents, "run", it.run_resident),
-        *((module, "datetime", _Datetime) for module in (record, sessions)),
+        *((module, "datetime", _Datetime) for module in (store, sessions)),
         (cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
         (ending, "no_longer_end_at_exit", _forget),
         *((module, "unclosed", _clusters) for module in (cluster, observers, ending)),
