@@ -34,8 +34,7 @@ from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import Groups, check_class
 from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages, check_that_workers_may_come
-from dask_cml.core.retirement import Retirements
-from dask_cml.core.workers import Workers, said_by_workers
+from dask_cml.core.workers import Retirements, Workers, said_by_workers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name

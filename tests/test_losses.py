@@ -27,7 +27,7 @@ from simulated.testing import eventually, simulated
 from testbed import networks
 
 from dask_cml import CMLCluster
-from dask_cml.core import retirement
+from dask_cml.core import workers
 from dask_cml.protocol import HELD, LAST
 from dask_cml.timing import timing
 
@@ -334,7 +334,7 @@ async def test_the_only_data_moves_to_a_worker_that_connects_while_its_worker_is
 @simulated
 async def test_many_workers_leave_a_few_at_a_time_after_all_have_moved_their_data(it, monkeypatch):
     """The scheduler tells all workers of each one that leaves, and is held meanwhile."""
-    monkeypatch.setattr(retirement, "_AT_ONCE", 2)
+    monkeypatch.setattr(workers, "_AT_ONCE", 2)
     async with supplied(name="mine", n_workers=6) as cluster, Client(cluster, asynchronous=True) as client:
         data = await client.scatter([f"data {i}" for i in range(12)])
         holding = {name for names in (await client.who_has(data)).values() for name in names}
