@@ -1,7 +1,8 @@
 """Checks of values: each takes an argument's name and value, and returns the value as the code uses it.
 
 Each check raises a TypeError or ValueError with the argument, the value and what is expected. Messages
-contain no value that may be secret, such as that of an environment variable.
+contain no value that may be secret, such as that of an environment variable. :func:`validate` checks data of
+other processes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import math
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from dask_cml.naming import GROUP_NAME, RESERVED
 
-# Functions import Dask, because the local platform imports this module and must start without Dask.
+# Functions import Dask and msgspec: the local platform and workers import this module, and do without them.
 if TYPE_CHECKING:
     from distributed.security import Security
+
+T = TypeVar("T")
 
 #: What a value must not contain, by the reason.
 Refused = Mapping[str, Sequence[str]]
@@ -41,6 +45,9 @@ _NAME_BYTES = 200
 _GROUP_LENGTH = 40
 #: The options of Dask's programs after which other words may follow.
 _PRELOADS = ("--preload", "--preload-nanny")
+_LONGEST_ERROR = 200
+#: Two threads that both are the first to read a type would crash the interpreter (msgspec 0.22).
+_reading = threading.RLock()
 _NAMES = 'a list of names, such as ["a", "b"]'
 SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
 #: Without quotes and brackets of HTML, because Dask's templates do not escape links, and not too long.
@@ -473,3 +480,39 @@ def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
             raise TypeError(of_type(f"{argument}[{name!r}]", options, "a mapping of options"))
         groups[group] = {option.replace("-", "_"): given for option, given in options.items()}
     return groups
+
+
+def validate(value: Any, kind: type[T], what: str) -> T:
+    """Return data of another process, such as a message or a record, as a value of a type.
+
+    No value is converted to another type, except whole numbers to floats. Unknown fields are ignored, unless
+    the type forbids them.
+
+    Parameters
+    ----------
+    value : object
+        The data, as JSON or msgpack is read.
+    kind : type
+        The type, such as a dataclass. ``Annotated`` types of its fields have the bounds.
+    what : str
+        What the data is, for the message.
+
+    Raises
+    ------
+    ValueError
+        If the data is invalid. The message names the field.
+
+    Examples
+    --------
+    >>> validate({"n": "2"}, dict[str, int], "number of workers")
+    Traceback (most recent call last):
+        ...
+    ValueError: invalid number of workers: Expected `int`, got `str` - at `$[...]`
+    """
+    import msgspec
+
+    try:
+        with _reading:
+            return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:  # in some releases no ValueError
+        raise ValueError(f"invalid {what}: {str(error)[:_LONGEST_ERROR]}") from None

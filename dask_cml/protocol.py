@@ -1,4 +1,7 @@
-"""The protocol of the scheduler's plugin: its version, its handlers, what users ask for, and how to call one.
+"""The protocol of the scheduler's plugin: its version, its handlers and their messages, and how to call one.
+
+The *board* in the plugin is the mail and the last report. The keeper alone decides what is wanted. Whoever
+else changes a cluster posts a request, which stays in the mail until a report says that it is carried out.
 
 A call has a time limit that covers the connection and Dask's handshake, too. Dask's own handshake has none:
 behind a mesh of the platform, every connection succeeds, and nothing answers.
@@ -7,8 +10,9 @@ behind a mesh of the platform, every connection succeeds, and nothing answers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +20,7 @@ from distributed.comm.core import Comm, connect
 from distributed.core import send_recv
 
 from dask_cml.cancellation import within
-from dask_cml.checks import choice, message
+from dask_cml.checks import choice, message, validate
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 
@@ -185,6 +189,167 @@ class View:
     shortages: Mapping[str, str] = field(default_factory=dict)
     staying: Sequence[str] = ()
     not_stopped: str | None = None
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A request in the mail, which the scheduler keeps until a report says that it is carried out.
+
+    Parameters
+    ----------
+    number : int
+        Counts the requests of the cluster.
+    request : Request
+        The request.
+    sender : str
+        The id of the process whose user asks.
+    """
+
+    number: int
+    request: Request
+    sender: str = ""
+
+
+def after_mail(reported: Any, mail: Iterable[Letter]) -> dict[str, WantedGroup]:
+    """Return the worker groups as they are after the mail is carried out.
+
+    Parameters
+    ----------
+    reported : mapping of str to WantedGroup
+        The groups in the last report of a keeper, also as JSON.
+    mail : iterable of Letter
+        What that keeper has not carried out.
+
+    Raises
+    ------
+    ValueError
+        If the groups are invalid.
+    """
+    groups = {DEFAULT_GROUP: WantedGroup(), **validate(reported, dict[str, WantedGroup], "worker groups")}
+    for letter in mail:
+        # The keeper has deleted its group meanwhile, or it is odd.
+        with contextlib.suppress(ValueError, TypeError, LookupError):
+            groups = after(groups, letter.request)
+    return groups
+
+
+@dataclass(frozen=True)
+class Report(View):
+    """What a keeper reports: what is wanted, the sessions, and what the next keeper has to know.
+
+    Parameters
+    ----------
+    taken : int
+        The number of the last request that is carried out.
+    groups : mapping of str to WantedGroup
+        The worker groups.
+    wanted : mapping of str to str
+        The groups of the wanted workers by their names.
+    sessions : sequence of mapping
+        The sessions, the scheduler's first, see :meth:`Session.to_json`.
+    failures : mapping of str to int
+        The failures in a row of groups, after which the next keeper goes on.
+    ceilings : mapping of str to int
+        How many sessions of groups the platform had launched when it refused one last.
+    told : sequence of str
+        The subjects that are told, and still true.
+    limited : sequence of str
+        The groups that adapt to fewer sessions than they need, by the site's limits, as is told.
+    start_times : mapping of str to float
+        How long sessions of groups take to start, in seconds.
+    is_barred : bool
+        Whether the platform has refused all launches of this process, and not because of a quota.
+    app_url : str or None
+        The URL of the scheduler's session, for processes to which the platform does not list it.
+    """
+
+    taken: int = 0
+    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
+    wanted: Mapping[str, str] = field(default_factory=dict)
+    sessions: Sequence[Mapping[str, Any]] = ()
+    failures: Mapping[str, int] = field(default_factory=dict)
+    ceilings: Mapping[str, int] = field(default_factory=dict)
+    told: Sequence[str] = ()
+    limited: Sequence[str] = ()
+    start_times: Mapping[str, float] = field(default_factory=dict)
+    is_barred: bool = False
+    app_url: str | None = None
+
+    @classmethod
+    def read(cls, content: Any) -> Report:
+        """Return the report on a board.
+
+        Raises
+        ------
+        ValueError
+            If it is invalid.
+        """
+        return validate(content, cls, "report")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for a message."""
+        groups = {name: vars(group) for name, group in self.groups.items()}
+        return {**vars(self), "groups": groups}  # asdict() copies all of thousands of sessions
+
+    def since(self, mail: Sequence[Letter]) -> Report:
+        """Return the report without what users have asked to change after it."""
+        changed = {letter.request.group for letter in mail}
+        gave_up = {group: why for group, why in self.gave_up.items() if group not in changed}
+        shortages = {group: why for group, why in self.shortages.items() if group not in changed}
+        return replace(self, gave_up=gave_up, shortages=shortages)
+
+
+@dataclass(frozen=True)
+class BoardState:
+    """The board of a cluster, as a watcher knows it; see :class:`dask_cml.scheduler.plugin.Board`.
+
+    Parameters
+    ----------
+    revision : int
+        Counts the changes of the board.
+    keeper : str or None
+        The id of the process that keeps the cluster.
+    term : int
+        Counts the keepers of the cluster.
+    mail : sequence of Letter
+        What users have asked for, and no keeper has carried out yet.
+    leaving : sequence of str
+        Dask workers whose session the platform is about to stop.
+    report : mapping
+        What the keeper reports of the sessions, see :class:`Report`.
+    moves : int
+        Counts the Dask workers that have connected or left.
+    problem : str or None
+        What is wrong with the Dask workers, or why the scheduler's session does not manage the cluster.
+    news : mapping of str to str
+        What the keeper tells users of the Dask workers, as clauses by subjects.
+    idle : float or None
+        Time for which no task has waited or run, in seconds. None: some do, or did a moment ago.
+    app_url : str or None
+        The URL of the scheduler's session. None if another program answers there.
+    serves_dashboard : bool
+        Whether the scheduler's dashboard has the port to which that URL leads.
+    closed : str or None
+        Why the cluster has ended. None if it has not.
+    age, most_age : int
+        The cluster's age and its limit, in seconds. 0: no limit.
+    """
+
+    revision: int = 0
+    keeper: str | None = None
+    term: int = 0
+    mail: Sequence[Letter] = ()
+    leaving: Sequence[str] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
+    moves: int = 0
+    problem: str | None = None
+    news: Mapping[str, str] = field(default_factory=dict)
+    idle: float | None = None
+    app_url: str | None = None
+    serves_dashboard: bool = True
+    closed: str | None = None
+    age: int = 0
+    most_age: int = 0
 
 
 async def ask(

@@ -365,7 +365,7 @@ FIRST = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass
-from dask_cml.validation import validate
+from dask_cml.checks import validate
 
 sys.setswitchinterval(1e-6)
 with ThreadPoolExecutor(2) as pool:

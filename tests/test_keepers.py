@@ -54,10 +54,9 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLCluster, CMLError
 from dask_cml.layout import SESSIONS_FOLDER, STARTED_FOLDER
 from dask_cml.options import state_directory
-from dask_cml.protocol import LAST, Request
+from dask_cml.protocol import LAST, Letter, Request
 from dask_cml.records import operations, store
 from dask_cml.records.store import Record
-from dask_cml.scheduler.board import Letter
 from dask_cml.sessions.entry import Launch
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing import sharing

@@ -18,10 +18,8 @@ from schedulers import WATCH, begin_with, post, prepare, report, scheduler_in
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.protocol import Rank, Request
 from dask_cml.records import liveness
-from dask_cml.scheduler import board as module
 from dask_cml.scheduler import plugin
-from dask_cml.scheduler.board import Board
-from dask_cml.scheduler.plugin import StateFile
+from dask_cml.scheduler.plugin import Board, StateFile
 from dask_cml.sessions.plan import PRELOAD
 from dask_cml.timing import timing
 
@@ -431,7 +429,7 @@ def test_a_request_that_cannot_be_carried_out_changes_nothing_and_may_be_repeate
 
 
 def test_a_full_mail_takes_no_more_requests_until_some_are_carried_out(board, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_LETTERS", 2)
+    monkeypatch.setattr(plugin, "_MOST_LETTERS", 2)
     post_all(board, GPU, scale(2))
     with pytest.raises(ValueError, match="no process manages the cluster: 2 requests wait"):
         post_all(board, scale(3, "gpu"))

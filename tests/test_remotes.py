@@ -23,9 +23,8 @@ from distributed.scheduler import WorkerState
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError
-from dask_cml.protocol import Request
+from dask_cml.protocol import BoardState, Request
 from dask_cml.records import store
-from dask_cml.scheduler.board import BoardState
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sharing.link import Link

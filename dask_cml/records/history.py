@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypedDict, cast
 
 from msgspec import Meta
 
+from dask_cml.checks import validate
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import HISTORY_FOLDER, SCHEDULER, log_folder
 from dask_cml.naming import DEFAULT_GROUP
@@ -37,7 +38,6 @@ from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
-from dask_cml.validation import validate
 from dask_cml.words import command, first_line, printable, table
 
 logger = get_logger(__name__)

@@ -39,7 +39,7 @@ import psutil
 from distributed.security import Security
 from msgspec import Meta
 
-from dask_cml.checks import is_session_id, message, seconds
+from dask_cml.checks import is_session_id, message, seconds, validate
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
     LOGS_FOLDER,
@@ -63,15 +63,13 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
-from dask_cml.protocol import Rank, WantedGroup
-from dask_cml.scheduler.board import Letter, after_mail
+from dask_cml.protocol import Letter, Rank, WantedGroup, after_mail
 from dask_cml.sessions.calls import NoAnswer, call_within
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.tls import ask
 from dask_cml.timing import timing
-from dask_cml.validation import validate
 from dask_cml.words import format_duration
 
 VERSION = 4
@@ -249,7 +247,7 @@ class SchedulerState:
     hours : float or None
         Hours from the cluster's creation until its end. None: no limit.
     report : mapping
-        The last report of a keeper, see :class:`dask_cml.scheduler.board.Report`.
+        The last report of a keeper, see :class:`dask_cml.protocol.Report`.
     mail : sequence of Letter
         What users have asked for, and no keeper has carried out yet.
     posted : mapping of str to int

@@ -15,7 +15,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import compat, protocol
 from dask_cml.cancellation import cancel, to_the_end, wait_until_set
+from dask_cml.checks import validate
 from dask_cml.layout import (
     DASHBOARD_PORT,
     FOLDER,
@@ -39,16 +41,14 @@ from dask_cml.layout import (
 )
 from dask_cml.naming import DEFAULT_GROUP, session_of
 from dask_cml.private_files import read_file, write_file
-from dask_cml.protocol import Rank, Request
+from dask_cml.protocol import Letter, Rank, Request, WantedGroup, after, after_mail
 from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.balance import balance, unload_full_workers
-from dask_cml.scheduler.board import Board
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health, last_state
 from dask_cml.scheduler.lifetime import Lifetime, Watchers
 from dask_cml.scheduler.resident import Resident
 from dask_cml.timing import timing
-from dask_cml.validation import validate
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -59,6 +59,8 @@ _REST = 1.0
 #: Maximum number of failed tasks that are remembered, and of characters for one.
 _MOST_FAILURES, _LONGEST_FAILURE = 5, 200
 _WORKERS_DIED = "the workers that ran it died"
+#: Maximum number of requests that no keeper has carried out, and of processes whose last one is remembered.
+_MOST_LETTERS = _MOST_SENDERS = 1000
 #: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
 _STALE_FOR = 30.0
 
@@ -348,7 +350,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         term : int
             The term in which it keeps the cluster.
         report : mapping
-            What it says, see :class:`dask_cml.scheduler.board.Report`.
+            What it says, see :class:`dask_cml.protocol.Report`.
         asked : int
             The number of the last request of its users that the report contains. 0: nothing new.
         events : sequence of mapping
@@ -605,6 +607,104 @@ async def dask_setup(scheduler: Scheduler) -> None:
 async def _close(scheduler: Scheduler, reason: str) -> None:
     await scheduler  # it is starting
     await scheduler.close(reason=reason)
+
+
+class Board:
+    """The board of one cluster.
+
+    Parameters
+    ----------
+    report : mapping
+        The last report of a keeper, see :class:`Report`.
+    keeper : str, optional
+        The id of the process that keeps the cluster at first.
+    term : int
+        Counts the keepers of the cluster.
+    mail : iterable of mapping
+        The requests that no keeper has carried out yet, see :class:`Letter`.
+    posted : mapping of str to int
+        The numbers of the last requests of processes, by their ids.
+
+    Examples
+    --------
+    >>> board = Board({"groups": {"default": {"target": 2}}}, keeper="me")
+    >>> board.post("you", 1, Request(kind="scale", n=3))
+    >>> board.groups["default"].target
+    3
+    >>> board.take_report({"groups": {"default": {"target": 3}}, "taken": 1})
+    >>> board.mail
+    []
+    """
+
+    def __init__(
+        self,
+        report: Mapping[str, Any],
+        keeper: str | None = None,
+        term: int = 1,
+        mail: Iterable[Mapping[str, Any]] = (),
+        posted: Mapping[str, int] | None = None,
+    ) -> None:
+        self.keeper, self.term = keeper, term
+        self.posted = dict(posted or {})
+        self.mail = [validate(letter, Letter, "request on the board") for letter in mail]
+        self.take_report(report)
+
+    @property
+    def groups(self) -> dict[str, WantedGroup]:
+        """The worker groups as they are after the mail is carried out."""
+        return after_mail(self.report.get("groups", {}), self.mail)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole board, for JSON and for messages."""
+        return {
+            "keeper": self.keeper,
+            "term": self.term,
+            "mail": [asdict(letter) for letter in self.mail],
+            "report": dict(self.report),
+        }
+
+    def post(self, sender: str, number: int, request: Request) -> None:
+        """Add a request to the mail. One that a process repeats changes nothing.
+
+        Parameters
+        ----------
+        sender : str
+            The id of the process whose user asks.
+        number : int
+            Counts the requests of that process.
+        request : Request
+            The request.
+
+        Raises
+        ------
+        ValueError
+            If it cannot be carried out, or the mail is full.
+        """
+        if number <= self.posted.get(sender, 0):
+            return
+        if len(self.mail) >= _MOST_LETTERS:
+            raise ValueError(
+                f"no process manages the cluster: {len(self.mail)} requests wait to be carried out"
+            )
+        after(self.groups, request)
+        last = self.mail[-1].number if self.mail else self.report.get("taken", 0)
+        self.mail.append(Letter(last + 1, request, sender))
+        self.note_posted(sender, number)
+
+    def note_posted(self, sender: str, number: int) -> None:
+        """Note the number of the last request of a process that is in the mail or in its own report."""
+        self.posted[sender] = max(number, self.posted.pop(sender, 0))
+        if len(self.posted) > _MOST_SENDERS:
+            del self.posted[next(iter(self.posted))]
+
+    def keep(self, keeper: str | None) -> None:
+        """Let a process keep the cluster, or nobody, in a new term."""
+        self.keeper, self.term = keeper, self.term + 1
+
+    def take_report(self, report: Mapping[str, Any]) -> None:
+        """Take what the keeper says, and drop the requests that it has carried out."""
+        self.report = report
+        self.mail = [letter for letter in self.mail if letter.number > report.get("taken", 0)]
 
 
 class StateFile:

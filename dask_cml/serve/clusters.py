@@ -31,11 +31,11 @@ from dask_cml.options import SessionSize, setting
 from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.output import get_logger
+from dask_cml.protocol import Report
 from dask_cml.records import history, liveness, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters, usage_of
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.store import Maker, Record, cluster_address
-from dask_cml.scheduler.board import Report
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import Session
 from dask_cml.sessions.workers_api import load_platform

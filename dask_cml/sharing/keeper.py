@@ -24,10 +24,9 @@ from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import OWN_LOG, SCHEDULER, log_path
 from dask_cml.output import get_logger
 from dask_cml.private_files import append
-from dask_cml.protocol import View
+from dask_cml.protocol import Letter, Report, View, after_mail
 from dask_cml.records import store
 from dask_cml.records.store import Maker, Record, SchedulerState, end_file
-from dask_cml.scheduler.board import Letter, Report, after_mail
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.calls import time_of
 from dask_cml.sessions.entry import Launch

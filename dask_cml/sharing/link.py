@@ -18,13 +18,12 @@ from distributed.security import Security
 
 from dask_cml import protocol
 from dask_cml.cancellation import within
+from dask_cml.checks import validate
 from dask_cml.errors import CMLError, SchedulerTimeout
 from dask_cml.output import get_logger
-from dask_cml.protocol import NO_ANSWER, Rank, Request, ask, call
-from dask_cml.scheduler.board import BoardState
+from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Request, ask, call
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
-from dask_cml.validation import validate
 
 logger = get_logger(__name__)
 

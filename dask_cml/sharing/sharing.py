@@ -25,12 +25,11 @@ from dask_cml.layout import log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder
-from dask_cml.protocol import NO_ANSWER, Rank, Request, View
+from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Report, Request, View
 from dask_cml.records import liveness, store
 from dask_cml.records.history import Usage, find_ended, kept_logs, stop_and_remove, usage_of
 from dask_cml.records.operations import take_name
 from dask_cml.records.store import VERSION, Maker, Record, SchedulerState, cluster_address
-from dask_cml.scheduler.board import BoardState, Report
 from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.entry import Launch
