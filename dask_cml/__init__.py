@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dask_cml.cluster import WorkerGroup as WorkerGroup
     from dask_cml.cluster import close_all as close_all
     from dask_cml.core.adaptive import CMLAdaptive as CMLAdaptive
+    from dask_cml.errors import CallFailed as CallFailed
     from dask_cml.errors import ClusterExists as ClusterExists
     from dask_cml.errors import CMLError as CMLError
     from dask_cml.errors import LaunchRefused as LaunchRefused
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from dask_cml.private_files import NotPrivate as NotPrivate
     from dask_cml.records.history import SessionHours as SessionHours
     from dask_cml.records.history import Usage as Usage
-    from dask_cml.sessions.calls import CallFailed as CallFailed
     from dask_cml.sessions.process import CMLScheduler as CMLScheduler
     from dask_cml.sessions.process import CMLWorker as CMLWorker
     from dask_cml.sessions.process import Session as Session
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 #: What the package offers, by the modules.
 _OFFERED = {
     "cluster": "CMLCluster WorkerGroup close_all",
-    "errors": "CMLError ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout SessionFailed",
+    "errors": "CMLError CallFailed ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout "
+    "SessionFailed",
     "core.adaptive": "CMLAdaptive",
     "private_files": "NotPrivate",
     "records.history": "SessionHours Usage",
-    "sessions.calls": "CallFailed",
     "sessions.process": "CMLScheduler CMLWorker Session",
 }
 _HOMES = {name: module for module, names in _OFFERED.items() for name in names.split()}

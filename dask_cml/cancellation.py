@@ -1,11 +1,16 @@
-"""Cancellation of asyncio tasks."""
+"""Cancellation of asyncio tasks, and calls that may never return."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+
+from dask_cml.errors import CMLError, NoAnswer
 
 T = TypeVar("T")
 
@@ -105,3 +110,48 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
     finally:
         await cancel(task)
     raise asyncio.TimeoutError(f"no answer within {seconds:g} s")
+
+
+def start_call(function: Callable[[], T]) -> Future[T]:
+    """Start a call in a daemon thread, for which the interpreter does not wait when it exits.
+
+    Raises
+    ------
+    CMLError
+        If the interpreter is shutting down.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # of the function
+            future.set_exception(error)
+
+    try:
+        # Threads of the platform's own pools inherit that they are daemons.
+        threading.Thread(target=call, name="cml-api", daemon=True).start()
+    except RuntimeError as error:
+        raise CMLError(f"Workers API not called: {error}") from error
+    return future
+
+
+def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that may hang, and block until it returns, for some seconds at most.
+
+    Raises
+    ------
+    NoAnswer
+        If it takes longer. Its thread is left behind.
+    """
+    future = start_call(functools.partial(function, *arguments))
+    wait([future], timeout=seconds)
+    if not future.done():
+        raise no_answer(seconds)
+    return future.result()
+
+
+def no_answer(seconds: float) -> NoAnswer:
+    """Return the error of a call that did not return in time."""
+    return NoAnswer(f"no answer within {seconds:g} s")

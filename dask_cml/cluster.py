@@ -36,7 +36,7 @@ from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages, check_that_workers_may_come
 from dask_cml.core.workers import Retirements, Workers, said_by_workers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
-from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
+from dask_cml.errors import CallFailed, CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import (
     Options,
@@ -53,10 +53,10 @@ from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank, Request, after
 from dask_cml.sessions import here, tls
-from dask_cml.sessions.calls import CallFailed
+from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker, Phase, Session
-from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line, printable, printable_lines
 

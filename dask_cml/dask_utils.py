@@ -25,17 +25,16 @@ from distributed.utils import LoopRunner
 
 from dask_cml.cancellation import gather_or_cancel
 from dask_cml.checks import gibibytes, integer, message, positive
-from dask_cml.errors import CMLError, SessionFailed
+from dask_cml.errors import CallFailed, CMLError, SessionFailed
 from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
 from dask_cml.protocol import NO_ANSWER
-from dask_cml.sessions.calls import CallFailed
-from dask_cml.sessions.here import dashboard_link
+from dask_cml.sessions.here import dashboard_link, load_platform
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
 from dask_cml.sessions.tls import ask
-from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+from dask_cml.sessions.workers_api import WorkersAPI
 
 __all__ = [
     "get_dashboard_url",

@@ -102,6 +102,14 @@ class SchedulerTimeout(CMLError, TimeoutError):
     """The scheduler's session did not start, or its scheduler did not answer, within the time limit."""
 
 
+class CallFailed(CMLError):
+    """All tries of a call failed, or its error is permanent. The message contains the platform's error."""
+
+
+class NoAnswer(CMLError, TimeoutError):
+    """A call did not return within its time limit. A later try may succeed."""
+
+
 class ClusterExists(CMLError):
     """A cluster with this name exists already.
 

@@ -17,12 +17,13 @@ from simulated.faults import HTTPError, JSONDecodeError, ProtocolError
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually
 
-from dask_cml import CMLError, LaunchRefused, NotOnCML, local
+from dask_cml import CallFailed, CMLError, LaunchRefused, NotOnCML, local
+from dask_cml.cancellation import start_call
 from dask_cml.options import SessionSize
 from dask_cml.sessions import workers_api
-from dask_cml.sessions.calls import CallFailed, start
+from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.plan import SessionPlan
-from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
+from dask_cml.sessions.workers_api import WorkersAPI, has_ended
 
 SIZE = SessionSize(cpu=1.5, memory=2, nvidia_gpu=1)
 
@@ -681,7 +682,7 @@ def test_a_call_for_which_the_system_has_no_thread_fails_with_its_words(monkeypa
     error = RuntimeError("can't start new thread")
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=error))
     with pytest.raises(CMLError, match="Workers API not called: can't start new thread"):
-        start(list)
+        start_call(list)
 
 
 @pytest.fixture

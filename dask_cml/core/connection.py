@@ -11,11 +11,11 @@ from distributed.core import Status, rpc
 from distributed.deploy.cluster import Cluster
 from distributed.objects import SchedulerInfo
 
-from dask_cml.cancellation import cancel, gather_or_cancel, within
+from dask_cml.cancellation import cancel, gather_or_cancel, start_call, within
 from dask_cml.core.workers import Workers
 from dask_cml.display import StartDisplay
-from dask_cml.sessions import api_v2, calls
-from dask_cml.sessions.calls import CallFailed
+from dask_cml.errors import CallFailed
+from dask_cml.sessions import api_v2
 from dask_cml.sessions.process import CMLScheduler, class_of
 from dask_cml.timing import timing
 
@@ -53,7 +53,7 @@ async def start(cluster: Any, *, strict: bool) -> None:
     is_shown = strict and not cluster._quiet
     showing = asyncio.create_task(shown.run()) if is_shown else None
     watching: asyncio.Task[None] | None = None
-    asking = calls.start(api_v2.quota_left) if strict else None
+    asking = start_call(api_v2.quota_left) if strict else None
     has_started = False
     try:
         # The scheduler's session first: in a queue, workers could take its place.

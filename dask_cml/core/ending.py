@@ -25,9 +25,8 @@ from distributed.core import Status
 from dask_cml import compat, output
 from dask_cml.cancellation import cancel, within
 from dask_cml.checks import seconds
-from dask_cml.errors import CMLError
+from dask_cml.errors import CallFailed, CMLError
 from dask_cml.protocol import Rank
-from dask_cml.sessions.calls import CallFailed
 from dask_cml.timing import timing
 from dask_cml.words import first_line, format_duration
 

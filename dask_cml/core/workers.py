@@ -24,14 +24,14 @@ from distributed.protocol import pickle
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, gather_or_cancel, within
 from dask_cml.checks import is_session_id
-from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.errors import CallFailed, CMLError, LaunchRefused
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import describe, room, setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER
-from dask_cml.sessions.calls import CallFailed, SessionInfo, has_ended
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLProcess, CMLWorker, Phase, Session, class_of
+from dask_cml.sessions.workers_api import SessionInfo, has_ended
 from dask_cml.timing import timing
 from dask_cml.words import command
 

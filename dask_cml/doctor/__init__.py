@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from dask_cml.cancellation import start_call
 from dask_cml.doctor import clusters, environment
 from dask_cml.doctor.environment import Finding, dask_command
-from dask_cml.sessions.calls import start
 
 Check = Callable[[], Finding | list[Finding]]
 
@@ -54,7 +54,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
 
 
 def _run(name: str, check: Check, timeout: float) -> list[Finding]:
-    future = start(check)
+    future = start_call(check)
     concurrent.futures.wait([future], timeout)
     if not future.done():
         again = f"{dask_command()} cml doctor --timeout {3 * timeout:g}"

@@ -22,7 +22,7 @@ from dask_cml import options
 from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
-from dask_cml.sessions import calls, here
+from dask_cml.sessions import here
 from dask_cml.sessions.here import load_platform, origin, this_session
 from dask_cml.words import printable
 
@@ -102,13 +102,15 @@ def platform() -> Finding:
         runtime = getattr(sys, "_base_executable", None) or "python3"
         command = shlex.join([runtime, "-m", "dask", "cml", "doctor"])
         return Finding("wrong", f"{words}, because it is not the runtime's Python.", command)
+    from dask_cml.sessions import workers_api
+
     file = f"{module.__name__} is {origin(module.__file__)}."
     try:
-        listed = calls.listed(module.list_workers())
+        listed = workers_api.listed(module.list_workers())
     except Exception as error:  # of the platform's library
-        words = textwrap.shorten(f"list_workers() fails: {calls.in_words(error)}", _MOST_CHARACTERS)
+        words = textwrap.shorten(f"list_workers() fails: {workers_api.in_words(error)}", _MOST_CHARACTERS)
         return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
-    live = sum(not calls.has_ended(session) for session in listed)
+    live = sum(not workers_api.has_ended(session) for session in listed)
     words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
     return Finding("ok", f"{words} {file}")
 

@@ -24,8 +24,9 @@ from typing import Annotated, Any, TypedDict, cast
 
 from msgspec import Meta
 
+from dask_cml.cancellation import call_within
 from dask_cml.checks import validate
-from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.errors import CallFailed, CMLError, NoAnswer, NoSuchCluster
 from dask_cml.layout import HISTORY_FOLDER, SCHEDULER, log_folder
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import SessionSize, setting, state_directory
@@ -33,7 +34,6 @@ from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder, open_regular, read_file, report_ignored, write_file
 from dask_cml.records import liveness, store
 from dask_cml.records.store import Record, end_file
-from dask_cml.sessions.calls import CallFailed, NoAnswer, call_within
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.workers_api import WorkersAPI

@@ -17,7 +17,8 @@ from dask_cml.private_files import open_regular
 from dask_cml.protocol import Rank
 from dask_cml.records import store
 from dask_cml.records.store import Record
-from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
+from dask_cml.sessions.here import load_platform
+from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended
 from dask_cml.timing import timing
 from dask_cml.words import command, format_duration
 

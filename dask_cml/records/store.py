@@ -39,8 +39,9 @@ import psutil
 from distributed.security import Security
 from msgspec import Meta
 
+from dask_cml.cancellation import call_within
 from dask_cml.checks import is_session_id, message, seconds, validate
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster
 from dask_cml.layout import (
     LOGS_FOLDER,
     RECORD_FILE,
@@ -64,7 +65,6 @@ from dask_cml.private_files import (
     write_file,
 )
 from dask_cml.protocol import Letter, Rank, WantedGroup, after_mail
-from dask_cml.sessions.calls import NoAnswer, call_within
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.session_logs import SessionLogs

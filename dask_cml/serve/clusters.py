@@ -37,8 +37,8 @@ from dask_cml.records.history import EndedCluster, ended_clusters, usage_of
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.store import Maker, Record, cluster_address
 from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.process import Session
-from dask_cml.sessions.workers_api import load_platform
 from dask_cml.sharing.sharing import Sharing
 from dask_cml.timing import timing
 from dask_cml.words import idle, pending, scheduler_words

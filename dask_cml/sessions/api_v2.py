@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from dask_cml.checks import message
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, NoAnswer
 from dask_cml.options import Sessions
 from dask_cml.output import get_logger
-from dask_cml.sessions.calls import NoAnswer, in_words
 from dask_cml.sessions.here import this_user
+from dask_cml.words import first_line
 
 logger = get_logger(__name__)
 
@@ -181,7 +181,8 @@ def known_labels() -> tuple[dict[str, int], dict[str, int]]:
     except Exception as error:  # of cmlapi, or of urllib3 below it
         status = getattr(error, "status", None) or 500
         kind = CMLError if status < 500 else NoAnswer
-        raise kind(f"GPUs and networks not found by name: {in_words(error)}") from error
+        words = first_line(f"{type(error).__name__}: {error}")
+        raise kind(f"GPUs and networks not found by name: {words}") from error
     gpus: dict[str, int] = {}
     networks: dict[str, int] = {}
     for label in answer.accelerator_node_label or ():

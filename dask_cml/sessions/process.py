@@ -18,7 +18,7 @@ from distributed.utils import import_term
 
 from dask_cml.cancellation import first_of
 from dask_cml.checks import is_session_id, web_link
-from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
+from dask_cml.errors import CallFailed, CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import scheduler_file
 from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options, SessionSize
@@ -26,20 +26,19 @@ from dask_cml.output import get_logger
 from dask_cml.private_files import append, read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import here, tls
-from dask_cml.sessions.calls import (
+from dask_cml.sessions.causes import Loss
+from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.plan import Place, SessionPlan, plan_scheduler, plan_worker
+from dask_cml.sessions.session_logs import LOST, last_lines
+from dask_cml.sessions.workers_api import (
     UNLISTED,
-    CallFailed,
     SessionInfo,
+    WorkersAPI,
     has_ended,
     is_pending,
     reason_of,
     time_of,
 )
-from dask_cml.sessions.causes import Loss
-from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.plan import Place, SessionPlan, plan_scheduler, plan_worker
-from dask_cml.sessions.session_logs import LOST, last_lines
-from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
 
 logger = get_logger(__name__)

@@ -1,6 +1,8 @@
 """The Workers API of the platform, asynchronous, with an account of every session that must be stopped.
 
-Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform. A call may never return.
+Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform, and knows what their answers and
+errors mean. A call may never return. The platform's functions ignore the HTTP status: they return a server
+error like a result.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import random
+import re
 import sys
 import time
 import traceback
@@ -18,35 +21,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from dask_cml import compat
-from dask_cml.checks import is_session_id, message
-from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.cancellation import no_answer, start_call
+from dask_cml.checks import is_session_id, message, web_link
+from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoAnswer
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.sessions.api_v2 import PARAMETERS, resolved
-from dask_cml.sessions.calls import (
-    CallFailed,
-    NoAnswer,
-    SessionInfo,
-    check_stopped,
-    has_ended,
-    in_words,
-    is_of_the_platform,
-    launched,
-    listed,
-    may_pass,
-    no_answer,
-    reason_of,
-    refuses_key,
-    start,
-)
-from dask_cml.sessions.here import load_platform
+from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
-
-__all__ = ["SessionInfo", "WorkersAPI", "has_ended", "load_platform"]
+from dask_cml.words import printable, printable_lines, shortened
 
 logger = get_logger(__name__)
 
@@ -62,6 +50,28 @@ _STOPPED_WITHIN = 30.0
 #: The sessions that this process has stopped on every platform, and that may not have ended.
 _stopping: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
+#: The platform's information on a session.
+SessionInfo = Mapping[str, Any]
+#: Errors of a program, which a second try cannot fix. Any other error without an HTTP status counts as a
+#: broken connection, because the HTTP library of the Workers API may change.
+_OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
+_PENDING = frozenset({"scheduling", "starting"})
+#: The status of a session that the platform has listed before. It may run: old sessions are archived.
+UNLISTED = "no longer listed"
+_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout", "skipped"})
+_REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
+#: Words of errors that match, too, but that a later try may not meet.
+_NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)
+#: Kubernetes counts sessions as pods. It also begins each refusal with the name of the pod.
+_PODS, _SUBJECT = re.compile(r"\bpods\b", re.IGNORECASE), re.compile(r'\bpods "[^"]*"')
+_FEWER = (
+    "CML limits the number of your sessions: use fewer, larger workers, or raise the project variable "
+    "OVERRIDE_PODQUOTA"
+)
+_UNAUTHORIZED = re.compile(r"\bunauthori[sz]ed\b", re.IGNORECASE)
+_KEY = "CDSW_API_KEY"
+_LONGEST = 200
+
 
 class WorkersAPI:
     """Launch, list and stop sessions without blocking the event loop.
@@ -74,7 +84,7 @@ class WorkersAPI:
     Parameters
     ----------
     module : module
-        The platform's module, from :func:`load_platform`.
+        The platform's module, from :func:`dask_cml.sessions.here.load_platform`.
 
     Attributes
     ----------
@@ -103,6 +113,7 @@ class WorkersAPI:
     --------
     >>> from pathlib import Path
     >>> from dask_cml.options import SessionSize
+    >>> from dask_cml.sessions.here import load_platform
     >>> async def hello():
     ...     api = WorkersAPI(load_platform("local"))
     ...     size = SessionSize(1, 1)
@@ -223,7 +234,7 @@ class WorkersAPI:
                 launched.append(session)
         finally:
             if self._ended and not self._left:  # perhaps end() did not wait for this call
-                start(self.end)
+                start_call(self.end)
         if session is None or self._ended:
             raise CMLError(f"{plan.name} not launched: the cluster has shut down")
         return session
@@ -234,7 +245,7 @@ class WorkersAPI:
         # Not every release documents it, or has it.
         if "name" in inspect.signature(self.module.launch_workers).parameters:
             options["name"] = plan.title
-        session = launched(self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options))
+        session = _launched(self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options))
         if session.get("id"):
             self.adopt(session["id"], plan.name)
             return session
@@ -347,7 +358,7 @@ class WorkersAPI:
         Without its id, the platform would stop all sessions of the user, including other work.
         """
         if session_id in self.live:
-            check_stopped(self.module.stop_workers(session_id))
+            _check_stopped(self.module.stop_workers(session_id))
             self.forget(session_id)
             self._stopping.add(session_id)
             self.stopped.add(session_id)
@@ -365,7 +376,7 @@ class WorkersAPI:
         """Call :meth:`end`, or `end`, without blocking the event loop."""
         if self._listing is not None:
             self._listing.cancel()
-        await asyncio.wrap_future(start(end or self.end))
+        await asyncio.wrap_future(start_call(end or self.end))
 
     def end(self) -> None:
         """Launch nothing more, and stop all sessions in :attr:`live`, by blocking calls.
@@ -393,7 +404,7 @@ class WorkersAPI:
             # A call that hangs delays no other.
             errors = self._stop_live(limit, len(self.live) if hangs else self.threads)
             is_late = hangs and time.monotonic() > deadline
-            if pause is None or is_late or not any(map(may_pass, errors)):
+            if pause is None or is_late or not any(map(_may_pass, errors)):
                 break
             time.sleep(pause)
         if errors:
@@ -411,7 +422,7 @@ class WorkersAPI:
                 except Exception as error:  # of the platform: the other sessions are stopped nevertheless
                     errors.append(error)
 
-        futures = [start(stop) for _ in range(min(n_threads, len(self.live)))]
+        futures = [start_call(stop) for _ in range(min(n_threads, len(self.live)))]
         wait(futures, timeout=max(0.0, limit))
         if not all(future.done() for future in futures):
             self._leave_behind()
@@ -447,11 +458,11 @@ class WorkersAPI:
             try:
                 result = await self._run(verb, made, function)
             except Exception as error:  # of the function, which is the platform's
-                if not is_of_the_platform(error):
+                if not _is_of_the_platform(error):
                     self.failures.pop(verb, None)
                     raise
                 words = in_words(error)
-                if pauses and may_pass(error):
+                if pauses and _may_pass(error):
                     logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what, pauses[0], words)
                     await asyncio.sleep(pauses.pop(0))
                     continue
@@ -461,7 +472,7 @@ class WorkersAPI:
                     noun = "try" if n == 1 else "tries"
                     failure += f" in {n} {noun}, {time.monotonic() - begin:.0f} s"
                 self.failures[verb] = f"{failure}: {words}"
-                self.key_refused = refuses_key(error)
+                self.key_refused = _refuses_key(error)
                 raise CallFailed(self.failures[verb]) from error
             self.failures.pop(verb, None)
             self.key_refused = False
@@ -481,7 +492,7 @@ class WorkersAPI:
             n_under_way = [call[0] for call in under_way.copy().values()].count(verb)
             if n_under_way >= self.threads - 1 + _MOST_HANGING:
                 raise NoAnswer(f"{n_under_way} earlier calls have not returned")
-            future = start(function)
+            future = start_call(function)
             under_way[future] = verb, made, time.monotonic()
             future.add_done_callback(under_way.pop)
             return await self._first_answer([future])
@@ -508,3 +519,185 @@ class WorkersAPI:
             modules = {caller.f_globals.get("__name__") for caller, _ in stack}
             if thread.daemon and modules & of_platform:
                 compat.leave_pool_thread(thread)
+
+
+# -- sessions and answers
+
+
+def has_ended(session: SessionInfo) -> bool:
+    """Return whether a session has ended, in any way. ``stopping`` and ``unknown`` do not count."""
+    return session.get("status") in _ENDED
+
+
+def is_pending(session: SessionInfo) -> bool:
+    """Return whether a session has not started to run: it is queued, or starts."""
+    return session.get("status") in _PENDING
+
+
+def _read(session: SessionInfo) -> SessionInfo:
+    """Return a session with the documented status, and with no URL that is no link.
+
+    Newer releases also write ``ENGINE_RUNNING``.
+    """
+    read = dict(session)
+    if "status" in session:
+        read["status"] = printable(str(session["status"]).lower().removeprefix("engine_"))
+    if "app_url" in session:
+        read["app_url"] = web_link(session["app_url"])
+    return read
+
+
+def time_of(session: SessionInfo, field: str) -> datetime | None:
+    """Return the time in a session's field, such as ``created_at``. Return None if it is unknown."""
+    try:
+        found = datetime.fromisoformat(str(session.get(field)).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return found if found.tzinfo else None
+
+
+def listed(answer: Any) -> list[SessionInfo]:
+    """Return the sessions in the answer of ``list_workers``.
+
+    Raises
+    ------
+    WrongAnswer
+        If the answer is not a list of sessions.
+    """
+    if not isinstance(answer, list) or not all(isinstance(session, Mapping) for session in answer):
+        raise _wrong(answer)
+    return [_read(session) for session in answer if is_session_id(session.get("id"))]
+
+
+def _launched(answer: Any) -> SessionInfo:
+    """Return the session in the answer of ``launch_workers(1, …)``: with an id, or a refusal.
+
+    Raises
+    ------
+    WrongAnswer
+        If the answer is neither.
+    """
+    session = answer[0] if isinstance(answer, list) and answer else answer
+    if not isinstance(session, Mapping) or not (session.get("id") or _is_refusal(session)):
+        raise _wrong(session)
+    return _read(session)
+
+
+def reason_of(session: SessionInfo) -> str:
+    """Return why a session is refused, waits or has ended, in the platform's words. Empty if it gives none.
+
+    Where the number of sessions is the reason, advice follows.
+    """
+    reason = _words_of(session)
+    if _PODS.search(_SUBJECT.sub("", reason)):
+        reason += f" ({_FEWER})"
+    return reason
+
+
+def _is_refusal(answer: SessionInfo) -> bool:
+    if answer.get("engineId") or answer.get("k8sMessage"):
+        return True
+    words = str(answer.get("message") or "")
+    return bool(_REFUSAL.search(words)) and not _NO_REFUSAL.search(words)
+
+
+def _check_stopped(answer: Any) -> None:
+    """Check the answer of ``stop_workers`` with one id.
+
+    Raises
+    ------
+    WrongAnswer
+        If the answer does not confirm that the session is stopped.
+    """
+    response = next(iter(answer), None) if isinstance(answer, list) else answer
+    code = getattr(response, "status_code", None)
+    if not isinstance(code, int):
+        raise _wrong(response)
+    if code >= 400 and code != 404:  # 404: it has ended already
+        raise WrongAnswer(f"CML answered {code}", code)
+
+
+def _wrong(answer: Any) -> WrongAnswer:
+    words = _words_of(answer) if isinstance(answer, Mapping) else ""
+    code = 401 if _UNAUTHORIZED.search(words) else None
+    return WrongAnswer(words or f"CML answered with a {type(answer).__name__} instead of a session", code)
+
+
+def _words_of(answer: SessionInfo) -> str:
+    words = [str(answer.get(key) or "") for key in ("message", "k8sMessage")]
+    return printable_lines(". ".join(filter(None, words)))
+
+
+# -- errors
+
+
+class WrongAnswer(CMLError):
+    """An answer in the wrong form, most often a server error. A later try may succeed.
+
+    Parameters
+    ----------
+    words : str
+        The platform's error message.
+    code : int, optional
+        The HTTP status, if it is known.
+    """
+
+    def __init__(self, words: str, code: int | None = None) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether a later try may succeed after this error."""
+    status = _http_status(error)
+    if status is not None:
+        return status >= 500 or status in (401, 408, 429)
+    if isinstance(error, (WrongAnswer, NoAnswer)) or _is_no_json(error):
+        return True
+    # An OSError always comes from outside this program.
+    return not _is_missing_key(error) and (isinstance(error, OSError) or not isinstance(error, _OUR_FAULT))
+
+
+def _http_status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None) or getattr(error, "code", None)
+    return status if isinstance(status, int) else None
+
+
+def _refuses_key(error: BaseException) -> bool:
+    """Return whether the platform does not accept this session's key, as after its rotation."""
+    return _http_status(error) == 401
+
+
+def _is_of_the_platform(error: BaseException) -> bool:
+    """Return whether the platform caused the error, and not its caller."""
+    return _may_pass(error) or _is_missing_key(error) or isinstance(error, (OSError, WrongAnswer))
+
+
+def _is_missing_key(error: BaseException) -> bool:
+    """Return whether the platform's functions cannot work in this process."""
+    return isinstance(error, RuntimeError) and not isinstance(error, CMLError) and _KEY in str(error)
+
+
+def _is_no_json(error: BaseException) -> bool:
+    # The error of json, simplejson or newer releases of `requests`, for example for a gateway's HTML page.
+    return type(error).__name__ == "JSONDecodeError"
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error as one short line."""
+    if _is_missing_key(error):
+        return f"{_KEY} is not set: restart the kernel, or start a new session"
+    if _is_no_json(error):
+        return "the answer is not JSON; CML's gateway may not reach its server"
+    line = next(iter(str(error).splitlines()), "")
+    if not isinstance(error, CMLError):
+        line = f"{type(error).__name__}: {line}".removesuffix(": ")
+    words = printable(shortened(line, _LONGEST))
+    if _refuses_key(error):
+        session = f"session {this_owner()}" if this_owner() else "this session"
+        words = (
+            f"CML refuses this session's {_KEY} ({words}); if it was rotated, restart {session}, with which "
+            "its worker sessions end"
+        )
+    return words

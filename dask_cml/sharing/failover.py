@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from dask_cml import protocol
 from dask_cml.core.connection import start
-from dask_cml.errors import CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
+from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.store import Record, SchedulerState
-from dask_cml.sessions.calls import CallFailed
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sharing.keeper import Keeper

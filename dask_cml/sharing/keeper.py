@@ -28,12 +28,11 @@ from dask_cml.protocol import Letter, Report, View, after_mail
 from dask_cml.records import store
 from dask_cml.records.store import Maker, Record, SchedulerState, end_file
 from dask_cml.scheduler.lifetime import NOTICE
-from dask_cml.sessions.calls import time_of
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.process import CMLProcess, CMLScheduler, Session
-from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sessions.workers_api import WorkersAPI, time_of
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
 from dask_cml.words import shortened

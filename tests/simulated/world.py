@@ -17,14 +17,14 @@ from distributed import Client, SpecCluster
 from distributed.core import Status
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
-from dask_cml import cluster, observers, private_files, wrapper
+from dask_cml import cancellation, cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.records import liveness, operations, store
 from dask_cml.scheduler import plugin
 from dask_cml.scheduler import resident as residents
 from dask_cml.serve import clusters
-from dask_cml.sessions import calls, here, workers_api
+from dask_cml.sessions import here, workers_api
 from dask_cml.sessions import process as sessions
 from dask_cml.sharing import resident
 
@@ -176,8 +176,8 @@ def _patched(it: World) -> contextlib.ExitStack:
             for module in (operations, liveness, cluster, clusters)
         ),
         (ThreadPoolExecutor, "shutdown", _shutdown),
-        (calls, "threading", _with(threading, Thread=Thread)),
-        *((module, "wait", it.wait) for module in (calls, workers_api)),
+        (cancellation, "threading", _with(threading, Thread=Thread)),
+        *((module, "wait", it.wait) for module in (cancellation, workers_api)),
         (residents, "run", it.run_resident),
         *((module, "datetime", _Datetime) for module in (store, sessions)),
         (cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
