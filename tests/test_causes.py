@@ -38,10 +38,9 @@ SPILLED = {**IDLE, "spilled": int(7.9e9)}
 TRAINS, RAN = {"tasks": ["train-1", "train-2"]}, " while it ran `train-1`, `train-2`"
 
 
-def cause(last=IDLE, *log, connected=True, noticed=False, closed=False, said="failed"):
+def cause(last=IDLE, *log, connected=True, noticed=False, said="failed"):
     succeeded = connected and said == "succeeded"
-    arguments = {"noticed": noticed, "closed": closed, "said": said, "succeeded": succeeded}
-    return find_cause(last, [*log], connected=connected, **arguments)
+    return find_cause(last, [*log], connected=connected, noticed=noticed, said=said, succeeded=succeeded)
 
 
 #: What is known of the ends of sessions, by their causes and the words for users.
@@ -88,7 +87,6 @@ ENDS = {
         ),
     },
     Cause.EVICTED: {"evicted, with notice": cause(FULL, noticed=True)},
-    Cause.CLOSED: {"closed": cause(FULL, noticed=True, closed=True)},
     Cause.PROGRAM_ENDED: {
         f"its program ended with exit status 0{RAN}": cause(
             {**IDLE, **TRAINS}, "[dask worker exited with status 0]", said="succeeded"

@@ -311,7 +311,7 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
         ["no such model", "[dask worker exited with status 3]"],
         ["[dask worker exited with status -7]"],
     ):
-        loss = find_cause(last, log, connected=True, noticed=False, closed=False, said="failed")
+        loss = find_cause(last, log, said="failed")
         asyncio.run(losses.replace({"night-1": loss}))
     health = Health(None)
     full = {**last, "memory": GIB, "expected": False, "noticed": False}

@@ -21,8 +21,9 @@ from dask_cml import wrapper
 from dask_cml.errors import CMLError
 from dask_cml.layout import log_folder, log_path
 from dask_cml.sessions import session_logs
+from dask_cml.sessions.causes import last_lines
 from dask_cml.sessions.plan import session_code
-from dask_cml.sessions.session_logs import SessionLogs, Warnings, last_lines
+from dask_cml.sessions.session_logs import SessionLogs, Warnings
 from dask_cml.words import printable
 from dask_cml.wrapper import Log
 
@@ -361,7 +362,7 @@ def test_what_is_no_log_is_refused_with_a_reason(tmp_path, write, foreign):
     assert session == "mine-7"
     assert f"cannot read the log {foreign}" in note
     assert [*logs.lines()] == []  # the note appears once
-    assert f"cannot read the log {foreign}" in last_lines(foreign, 5)
+    assert f"cannot read the log {foreign}" in last_lines(foreign, 5)[0]
 
 
 def test_output_is_not_written_through_a_link_in_place_of_a_log(tmp_path):
@@ -379,15 +380,15 @@ def test_output_is_not_written_through_a_link_in_place_of_a_log(tmp_path):
 
 def test_the_last_lines_are_printable_and_few(tmp_path, write):
     write("mine-0", "old\n" * 10_000 + "\x1b]0;title\x07\n" + "x" * 100_000)
-    text = last_lines(tmp_path / "mine-0.log", 3)
-    assert len(text) < 10_000
+    lines = last_lines(tmp_path / "mine-0.log", 3)
+    assert sum(map(len, lines)) < 10_000
     write("mine-0", "one\n\x1b[2Jtwo\n")
-    assert last_lines(tmp_path / "mine-0.log", 1) == r"\x1b[2Jtwo"
-    assert last_lines(tmp_path / "mine-1.log", 1) == ""
+    assert last_lines(tmp_path / "mine-0.log", 1) == [r"\x1b[2Jtwo"]
+    assert last_lines(tmp_path / "mine-1.log", 1) == []
     write("mine-0", "one\n[lost: out of memory, 0.97 of 1.00 GiB]\n")  # another session goes on with it
-    assert last_lines(tmp_path / "mine-0.log", 15) == ""
+    assert last_lines(tmp_path / "mine-0.log", 15) == []
     write("mine-0", "two\n", "a")
-    assert last_lines(tmp_path / "mine-0.log", 15) == "two"
+    assert last_lines(tmp_path / "mine-0.log", 15) == ["two"]
 
 
 def test_what_a_failed_program_has_printed_steers_no_console(tmp_path):

@@ -18,7 +18,7 @@ from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Ask
-from dask_cml.sessions.causes import Cause, Loss, find_cause
+from dask_cml.sessions.causes import Cause, Loss
 from dask_cml.sessions.process import CMLWorker, Phase
 from dask_cml.timing import timing
 
@@ -175,7 +175,7 @@ async def find_losses(workers: Collection[CMLWorker], ask: Ask) -> dict[str, Los
     for worker in unseen:
         if worker not in lost and any(last[name]["noticed"] for name in worker.dask_names if name in last):
             lost.append(worker)
-    causes = await asyncio.gather(*(_cause(worker, last, late.get(worker.name)) for worker in lost))
+    causes = await asyncio.gather(*(worker.why_lost(last, late.get(worker.name)) for worker in lost))
     return {worker.name: cause for worker, cause in zip(lost, causes, strict=True)}
 
 
@@ -211,39 +211,3 @@ async def _find_late(workers: Collection[CMLWorker], ask: Ask) -> dict[str, floa
         if absent_for > limit:
             late[worker.name] = limit
     return late
-
-
-async def _cause(worker: CMLWorker, last: Mapping[str, Any], limit: float | None) -> Loss:
-    """Return why a worker is lost. If its session runs, the time limit of its Dask workers has passed."""
-    if worker.has_ended and not worker.seen:
-        started = await worker.read_started()
-        if started and started != worker.session_id:
-            return Loss(Cause.NAME_TAKEN, "not started: another session had its name")
-    gone = None
-    if limit is not None:
-        if worker.gone_for is None:
-            return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
-        listed = "but its session runs"
-        if not worker.is_listed:
-            listed = "and the platform does not list its session here"
-        elif worker.is_missing:
-            listed = "and the platform no longer lists its session"
-        gone = f"a Dask worker has been gone for {limit:g} s, {listed}"
-    # Of several Dask workers of a session, the worker that ran tasks counts.
-    states = [last[name] for name in worker.dask_names if name in last]
-    states.sort(key=lambda state: not state["tasks"])
-    noticed = any(state["noticed"] for state in states)
-    # Dask's worker ends with status 0 after `Client.retire_workers`, and after its connection broke, too.
-    succeeded = bool(worker.seen) and worker.info.get("status") == "succeeded"
-    was_asked = bool(states) and all(state["expected"] for state in states)
-    closed = not noticed and (worker.was_closed or (succeeded and was_asked))
-    return find_cause(
-        states[0] if states else None,
-        await worker.last_lines() if gone is None else [],
-        connected=bool(worker.seen),
-        noticed=noticed,
-        closed=closed,
-        said=worker.reported if gone is None else "running",
-        succeeded=succeeded,
-        gone=gone,
-    )

@@ -110,9 +110,7 @@ class Health:
         if last["expected"] or last["noticed"] or not (was_full or ended_unasked):
             return
         gone = _ENDED if was_full or said["status"] != 0 else _EXITED
-        loss = find_cause(
-            last, [], connected=True, noticed=False, closed=False, said="", gone=gone, status=said["status"]
-        )
+        loss = find_cause(last, [], said="", gone=gone, status=said["status"])
         words = loss.words
         if loss.cause not in (Cause.BUS_ERROR, Cause.PROGRAM_FAILED) and gone == _ENDED:
             words += f"; {_ADVICE}"

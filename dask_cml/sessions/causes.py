@@ -1,14 +1,23 @@
-"""Why a worker session ended that nobody asked to end, from what is known of it."""
+"""Why a session ended that nobody asked to end: by the last lines of its log, and what else is known."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from dask_cml.private_files import open_regular
+from dask_cml.words import printable
+
+#: The beginning of the line that ends the output of a lost session. Another session may go on with its log.
+LOST = "[lost: "
+#: Bytes of the end of a log that contains its last lines.
+_END = 2**13
 #: The share of a limit above which it is the likely cause.
 _NEARLY = 0.9
 _EXIT = re.compile(r"^\[.* exited with status (-?\d+)\]$")
@@ -64,14 +73,27 @@ class Loss:
     of_task: bool = False
 
 
+def last_lines(log: Path, n: int) -> list[str]:
+    """Return the last lines of a session as a terminal can show them. Without a log, return no lines."""
+    try:
+        with open_regular(log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
+            lines = file.read(_END).decode(errors="replace").splitlines()
+    except ValueError as error:  # tasks could have put something else in its place
+        return [f"cannot read the log {log}: {error}"]
+    except OSError:
+        return []
+    begin = max((i + 1 for i, line in enumerate(lines) if line.startswith(LOST)), default=0)
+    return [*map(printable, lines[begin:][-n:])]
+
+
 def find_cause(
     last: Mapping[str, Any] | None,
     log: list[str],
     *,
-    connected: bool,
-    noticed: bool,
-    closed: bool,
     said: str,
+    connected: bool = True,
+    noticed: bool = False,
     succeeded: bool = False,
     gone: str | None = None,
     status: int | None = None,
@@ -84,14 +106,12 @@ def find_cause(
         What the scheduler knew last of its Dask worker, see :mod:`dask_cml.scheduler.health`.
     log : list of str
         The last lines of its log.
-    connected : bool
-        Whether its Dask worker was ever connected.
-    noticed : bool
-        Whether the platform gave notice.
-    closed : bool
-        Whether a user closed it.
     said : str
         What the platform says.
+    connected : bool
+        Whether its Dask process was ever connected.
+    noticed : bool
+        Whether the platform gave notice.
     succeeded : bool
         Whether its program ended without an error, by the platform.
     gone : str, optional
@@ -103,15 +123,13 @@ def find_cause(
     Examples
     --------
     >>> last = {"memory": 990 * 2**20, "limit": 2**30, "spilled": 0, "max_spill": None, "tasks": ["train-1"]}
-    >>> find_cause(last, [], connected=True, noticed=False, closed=False, said="failed").words
+    >>> find_cause(last, [], said="failed").words
     'out of memory, 0.97 of 1.00 GiB while it ran `train-1`'
     """
     tasks = [*(last or {}).get("tasks", ())]
     ran = f" while it ran {_listed(tasks)}" if tasks else ""
     if status is None:
         status = next((int(match[1]) for line in reversed(log) if (match := _EXIT.match(line))), None)
-    if closed:
-        return Loss(Cause.CLOSED, "closed")
     spilled, most = (last or {}).get("spilled") or 0, (last or {}).get("max_spill")
     if (used := _amounts(_SCRATCH, log)) or _NO_STORAGE.search(said):
         amount = f"{_of(used, _GB)} GB" if used else f"the platform says {said}"

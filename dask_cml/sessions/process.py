@@ -26,10 +26,9 @@ from dask_cml.output import get_logger
 from dask_cml.private_files import append, read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import here, tls
-from dask_cml.sessions.causes import Loss
+from dask_cml.sessions.causes import LOST, Cause, Loss, find_cause, last_lines
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.plan import Place, SessionPlan, plan_scheduler, plan_worker
-from dask_cml.sessions.session_logs import LOST, last_lines
 from dask_cml.sessions.workers_api import (
     UNLISTED,
     SessionInfo,
@@ -380,7 +379,7 @@ class CMLProcess(ProcessInterface):
 
     async def last_lines(self) -> list[str]:
         """Return the last lines of the session's output."""
-        return (await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)).splitlines()
+        return await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
 
     async def note_loss(self, loss: Loss) -> None:
         """Note why the session was lost, also in its log, if possible."""
@@ -507,6 +506,10 @@ class CMLScheduler(CMLProcess):
         if not await asyncio.to_thread(here.has_sidecar):
             return ""
         return f"\n{here.MESH_EFFECT} An administrator can change the mode:\n{here.PERMIT_MESH}"
+
+    async def why_lost(self) -> Loss:
+        """Return why the scheduler was lost."""
+        return find_cause(None, await self.last_lines(), said=self.reported)
 
     def _read_address(self) -> str | None:
         """Read the scheduler's file, if it exists and is complete."""
@@ -637,3 +640,46 @@ class CMLWorker(CMLProcess):
             gone = {*self.dask_names} - present
             self._gone_since = time.monotonic() - max(gone_for.get(name, 0.0) for name in gone)
         return has_arrived
+
+    async def why_lost(self, last: Mapping[str, Any], limit: float | None) -> Loss:
+        """Return why the worker is lost.
+
+        Parameters
+        ----------
+        last : mapping
+            What the scheduler knew last of Dask workers that have left, by their names.
+        limit : float or None
+            If its session runs, the time limit of its Dask workers, which has passed.
+        """
+        if self.has_ended and not self.seen:
+            started = await self.read_started()
+            if started and started != self.session_id:
+                return Loss(Cause.NAME_TAKEN, "not started: another session had its name")
+        gone = None
+        if limit is not None:
+            if self.gone_for is None:
+                return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
+            listed = "but its session runs"
+            if not self.is_listed:
+                listed = "and the platform does not list its session here"
+            elif self.is_missing:
+                listed = "and the platform no longer lists its session"
+            gone = f"a Dask worker has been gone for {limit:g} s, {listed}"
+        # Of several Dask workers of a session, the worker that ran tasks counts.
+        states = [last[name] for name in self.dask_names if name in last]
+        states.sort(key=lambda state: not state["tasks"])
+        noticed = any(state["noticed"] for state in states)
+        # Dask's worker ends with status 0 after `Client.retire_workers`, and after its connection broke, too.
+        succeeded = bool(self.seen) and self.info.get("status") == "succeeded"
+        was_asked = bool(states) and all(state["expected"] for state in states)
+        if not noticed and (self.was_closed or (succeeded and was_asked)):
+            return Loss(Cause.CLOSED, "closed")
+        return find_cause(
+            states[0] if states else None,
+            await self.last_lines() if gone is None else [],
+            said=self.reported if gone is None else "running",
+            connected=bool(self.seen),
+            noticed=noticed,
+            succeeded=succeeded,
+            gone=gone,
+        )

@@ -14,12 +14,9 @@ from dask_cml.checks import message
 from dask_cml.errors import CMLError
 from dask_cml.layout import LOG_SUFFIX, OWN_LOG
 from dask_cml.private_files import open_regular
-from dask_cml.words import printable
 
 #: The headings of the cluster's own log and the scheduler's. The other headings are the workers' names.
 CLUSTER, SCHEDULER = "Cluster", "Scheduler"
-#: The beginning of the line that ends the output of a lost session. Another session may go on with its log.
-LOST = "[lost: "
 #: Number of bytes, from the end of a log, that the first reading returns, and of the longest line.
 _MOST, _LONGEST = 2**20, 2**20
 #: A line of Dask's logs with its level.
@@ -30,27 +27,13 @@ _NOTE, _GOOD_END = re.compile(r"\[.*\]$"), re.compile(r"\[.* exited with status 
 _PROCESS = re.compile(r"-[0-9]{1,9}\Z", re.ASCII)
 _NUMBER = re.compile(r"([0-9]+)", re.ASCII)
 _WARNINGS = ("WARNING", "ERROR", "CRITICAL")
-#: Bytes of a part of a log, and of the end of a log that contains its last lines.
-_PART, _END = 2**16, 2**13
+#: Bytes of a part of a log.
+_PART = 2**16
 
 
 def _in_words(name: str) -> list[str | int]:
     """Return the parts of a name, by which ``mine-2`` comes before ``mine-10``."""
     return [int(part) if i % 2 else part for i, part in enumerate(_NUMBER.split(name))]
-
-
-def last_lines(log: Path, n: int) -> str:
-    """Return the last lines of a session as a terminal can show them. Without a log, return no lines."""
-    try:
-        with _open(log) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
-            lines = file.read(_END).decode(errors="replace").splitlines()
-            begin = max((i + 1 for i, line in enumerate(lines) if line.startswith(LOST)), default=0)
-    except CMLError as error:
-        return str(error)
-    except OSError:
-        return ""
-    return "\n".join(map(printable, lines[begin:][-n:]))
 
 
 class Warnings:

@@ -18,7 +18,6 @@ from dask_cml.protocol import NO_ANSWER, Rank
 from dask_cml.records import liveness, store
 from dask_cml.records.history import why_ended
 from dask_cml.records.store import Record, SchedulerState
-from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sharing.keeper import Keeper
 from dask_cml.sharing.link import Link
@@ -316,8 +315,7 @@ class Failover:
         sharing.keep(keeper)
         lost = cluster.scheduler
         if isinstance(lost, CMLScheduler) and last.number == cluster.place.number:
-            log = await lost.last_lines()
-            loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=lost.reported)
+            loss = await lost.why_lost()
             await lost.note_loss(loss)
             if lost.session_id is not None and lost.session_id == last.session:
                 why = loss.words
