@@ -273,7 +273,7 @@ def folder(argument: str, value: Any) -> str:
 
 def choice(argument: str, value: Any, choices: Sequence[str]) -> str:
     """Check one of several strings."""
-    expected = ", ".join(map(repr, choices)) or "those that exist; there are none"
+    expected = ", ".join(map(repr, choices)) or "those that were added; there are none"
     return _plain(_valid(argument, value, value in choices, f"one of {expected}"))
 
 

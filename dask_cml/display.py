@@ -156,7 +156,7 @@ def describe(cluster: Any) -> dict[str, str | None]:
     is_another = cluster.place.number and cluster.sharing.is_connected
     return {
         "status": _status_words(cluster),
-        "age": f"{board.age / 3600:.1f} of {board.most_age / 3600:g} h" if board.most_age else "",
+        "age": f"{board.age / 3600:.1f} of {round(board.most_age / 3600, 2):g} h" if board.most_age else "",
         "problem": cluster.problem,
         "adapts": adapting(bounds, groups),
         "idle": idle(cluster.sharing.link.idle, timing.idle),
@@ -174,8 +174,8 @@ def _status_words(cluster: Any) -> str:
         return "left" if cluster.ending.how is How.LEAVE else str(cluster.status.name)
     used = cluster.sharing.usage().total
     noun = "session" if used.sessions == 1 else "sessions"
-    hours = f"{used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
-    return f"closed after {format_duration(cluster.sharing.lasted)}; {hours}"
+    lasted = format_duration(cluster.sharing.lasted)
+    return f"closed after {lasted}; {used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
 
 
 class StartDisplay:

@@ -129,7 +129,8 @@ class ListedCluster:
 
     def show(self, record: Record) -> None:
         """Show a record, unless a newer one is known. A read may have begun before a change."""
-        if _written(record) >= _written(self.record):
+        new, known = record.scheduler, self.record.scheduler
+        if (new.number, new.revision) >= (known.number, known.revision):
             self.record = record
 
     @property
@@ -239,7 +240,7 @@ class Sidebar(Observers):
 
     async def polled(self) -> None:
         """List clusters from when they run until they end, and drop adaptive scaling that has ended."""
-        running = {_sidebar_id(record): record for record in self.running_elsewhere()}
+        running = {str(uuid.uuid5(_IDS, record.id)): record for record in self.running_elsewhere()}
         for id, record in running.items():
             if id in self._listed:
                 self._listed[id].show(record)
@@ -269,11 +270,6 @@ class Sidebar(Observers):
             await cluster.leave()
 
 
-def _written(record: Record) -> tuple[int, int]:
-    """Return what tells an older file of a cluster's schedulers from a newer one."""
-    return record.scheduler.number, record.scheduler.revision
-
-
 async def _adapts(cluster: Any) -> bool:
     """Return whether a cluster in the sidebar adapts, unless another process has ended that."""
     if isinstance(cluster, CMLCluster):
@@ -281,8 +277,3 @@ async def _adapts(cluster: Any) -> bool:
             await cluster.sharing.written()
         return cluster.groups.limits(DEFAULT_GROUP) is not None
     return cluster.adapts if isinstance(cluster, ListedCluster) else True
-
-
-def _sidebar_id(record: Record) -> str:
-    """Return the id of a cluster in the sidebar."""
-    return str(uuid.uuid5(_IDS, record.id))

@@ -96,16 +96,18 @@ class Observers:
         The records, by their ids.
     findings : dict of str to Finding
         What was found out about the clusters, by the ids of their records.
+    unread : Exception or None
+        Why they could not be read at the last time.
     """
 
     def __init__(self, interval: float = 2.0) -> None:
         self.records: dict[str, Record] = {}
         self.findings: dict[str, Finding] = {}
+        self.unread: Exception | None = None
         self._interval = interval
         self._listing: Mapping[str, SessionInfo] = {}
         self._list_at = 0.0
         self._polling: asyncio.Task[None] | None = None
-        self._last_error = ""
 
     async def polled(self) -> None:
         """React after the records were read."""
@@ -128,10 +130,11 @@ class Observers:
         while True:
             try:
                 await self._poll()
+                self.unread = None
             except Exception as error:  # of a subclass, too: the next poll may raise it again
-                if repr(error) != self._last_error:
-                    self._last_error = repr(error)
+                if repr(error) != repr(self.unread):
                     logger.warning("Clusters not read: %s", error, exc_info=not isinstance(error, EXPECTED))
+                self.unread = error
             await asyncio.sleep(self._interval)
 
     async def _poll(self) -> None:

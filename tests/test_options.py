@@ -605,8 +605,8 @@ async def test_groups_that_adapt_at_once_share_the_limit(it):
 @pytest.mark.slow
 @simulated
 async def test_without_a_keeper_too_a_cluster_ends_at_its_limit(it):
-    with limited(hours=0.2):
+    with limited(hours=0.2001):
         await create_and_kill(it, name="lab", orphan_timeout="1 hour")
     await eventually(lambda: store.read("lab").scheduler.closed == "reached its limit of 0.2 h", 1800)
-    assert store.read("lab").scheduler.hours == 0.2
+    assert store.read("lab").scheduler.hours == 0.2001
     await eventually(lambda: not it.platform.running)

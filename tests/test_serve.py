@@ -197,13 +197,8 @@ async def test_a_file_that_cannot_be_used_is_an_answer_with_the_reason(server, m
         broken = functools.partial(fail, errno.EIO, "/home/cdsw/.dask-cml")
         patch.setattr(SessionLogs, "paths", broken)
         patch.setattr(clusters_module, "ended_clusters", broken)
-        for path in (
-            "/api/clusters/night",
-            "/clusters/night",
-            "/api/clusters/night/logs",
-            "/api/history",
-            "/history",
-        ):
+        pages = [f"{root}{page}" for root in ("", "/api") for page in ("/clusters/night", "/history")]
+        for path in (*pages, "/api/clusters/night/logs"):
             answer = await server.request("GET", path)
             assert answer.status == 503
             assert "cannot use /home/cdsw/.dask-cml: Input/output error" in answer.text
@@ -211,6 +206,9 @@ async def test_a_file_that_cannot_be_used_is_an_answer_with_the_reason(server, m
         patch.setattr(SessionLogs, "paths", lambda _: {"night-0": gone})
         answer = await server.request("GET", "/api/clusters/night/logs?session=night-0")
         assert (answer.status, answer.json["error"]) == (503, f"cannot use {gone}: No such file or directory")
+        patch.setattr(store, "records", broken)
+        await eventually(lambda: "Input/output error" in (server.clusters.problem or ""))
+    await eventually(lambda: server.clusters.problem is None)
     assert "Traceback" not in caplog.text
     metrics = (await server.request("GET", "/metrics")).text
     assert 'dask_cml_sessions{cluster="night",group="default",state="connected"} 1.0' in metrics

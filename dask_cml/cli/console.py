@@ -55,14 +55,14 @@ class _Commands(click.Group):
 
 def in_shell(error: BaseException, ctx: click.Context) -> click.ClickException:
     """Return an error of a command with the names of the shell instead of Python's."""
-    names, words = {}, words_of(error)
+    advice = error.advice if isinstance(error, LaunchRefused) else ""
+    words, names = f"{first_line_of(error)}\n{advice}".strip(), {}
     for parameter in ctx.meta.get(_PARAMETERS, ()):
         argument = (parameter.metavar or parameter.name.upper()).strip("[].")
         names[parameter.name] = parameter.opts[0] if isinstance(parameter, click.Option) else argument
-    known = "|".join(names)
-    kind = click.UsageError if re.match(rf"invalid ({known})\b", words) else click.ClickException
-    named = rf"(?<=^invalid )({known})\b|(?<= )({known})(?==)"
-    return kind(re.sub(named, lambda match: names[match[0]], words) if names else words)
+    invalid = re.match(r"invalid (\w+)", words)
+    kind = click.UsageError if invalid and invalid[1] in names else click.ClickException
+    return kind(re.sub(r"(?<=^invalid )\w+|(?<= )\w+(?==)", lambda name: names.get(name[0], name[0]), words))
 
 
 @click.group(cls=_Commands)
@@ -100,12 +100,6 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
     return printable(first_line(str(error))) or type(error).__name__
-
-
-def words_of(error: BaseException) -> str:
-    """Return an error's first line, and what a user can do in a shell."""
-    advice = error.advice if isinstance(error, LaunchRefused) else ""
-    return f"{first_line_of(error)}\n{advice}".strip()
 
 
 def echo(text: str = "", *, err: bool = False) -> None:

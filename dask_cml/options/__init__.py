@@ -197,8 +197,7 @@ class Options(make_dataclass("Arguments", ARGUMENTS, frozen=True)):  # type: ign
 
     def arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`read` restores these options, as JSON represents them."""
-        names = [name for name, argument in ARGUMENTS.items() if argument.is_recorded]
-        recorded = {name: getattr(self, name) for name in names}
+        recorded = {name: getattr(self, name) for name, argument in ARGUMENTS.items() if argument.is_recorded}
         return json.loads(json.dumps(recorded))
 
     def sessions_for(self, n: Any, memory: Any = None, cores: Any = None) -> int:
@@ -331,8 +330,7 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
 def set_attribute(cluster: Any, name: str, value: Any) -> None:
     """Set an attribute of a cluster, but no option: this would change no session of a running cluster."""
     # A subclass of a user may have attributes of these names.
-    is_ours = type(cluster).__module__ == "dask_cml.cluster"
-    if is_ours and name in GROUP_OPTIONS and hasattr(cluster, "status") and not hasattr(cluster, name):
+    if name in GROUP_OPTIONS and hasattr(cluster, "status") and cluster.__module__ == "dask_cml.cluster":
         raise AttributeError(f"cannot set {name} of a running cluster: add a worker group with another one")
     object.__setattr__(cluster, name, value)
 

@@ -426,7 +426,7 @@ class Record:
         if state.orphan_timeout is not None:
             ends.append(f"after {format_duration(state.orphan_timeout)} without a process or client")
         if state.hours is not None:
-            ends.append(f"at an age of {state.hours:g} h")
+            ends.append(f"at an age of {round(state.hours, 2):g} h")
         if state.orphan_timeout is not None and self.manager == self.maker.words:
             ends.append(f"with the creator's process {self.maker.pid} on {self.maker.host}")
         launches = [launch for launch in self.launches.values() if launch.key == SCHEDULER]

@@ -70,11 +70,14 @@ class Lifetime:
     def check(self) -> str | None:
         """Return why the cluster must end now. Warn its users some time before."""
         left = self._end - time.monotonic()
+        if self.hours is None or left > NOTICE:
+            return None
+        limit = f"its limit of {round(self.hours, 2):g} h"
         if left <= 0:
-            return f"reached its limit of {self.hours:g} h"
-        if left <= NOTICE and not self._has_warned:
+            return f"reached {limit}"
+        if not self._has_warned:
             self._has_warned = True
-            logger.warning("Cluster shuts down in %.0f s, at its limit of %g h", left, self.hours)
+            logger.warning("Cluster shuts down in %.0f s, at %s", left, limit)
             self._scheduler.log_event(TOPIC, {"action": "shuts down", "session": None, "seconds": left})
         return None
 

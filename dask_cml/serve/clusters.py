@@ -121,12 +121,17 @@ class ProjectClusters(Observers):
         super().__init__(interval)
         #: The clusters that shut down with the web UI, by the ids of their records.
         self.kept: dict[str, ServedCluster] = {}
-        #: Why the web UI cannot create clusters, or None.
-        self.problem: str | None = None
+        #: Why the web UI cannot create clusters.
+        self._obstacle = ""
         try:
             load_platform(setting("platform"))
         except (NotOnCML, ValueError) as error:
-            self.problem = str(error)
+            self._obstacle = str(error)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the web UI cannot create or read clusters, or None."""
+        return reason_of(self.unread) if self.unread else self._obstacle or None
 
     # -- observers
 
@@ -269,10 +274,8 @@ class ProjectClusters(Observers):
             if record.id not in self.kept and self._finding(record).state is State.DEAD
         ]
         clusters = await asyncio.to_thread(ended_clusters, dead)
-        if id is None:
-            return clusters
-        chosen = [cluster for cluster in clusters if cluster.id == id]
-        if not chosen:
+        chosen = [cluster for cluster in clusters if id in (None, cluster.id)]
+        if id is not None and not chosen:
             raise HTTPError(404, "The history has no cluster with the id %r", id)
         return chosen
 

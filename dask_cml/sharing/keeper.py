@@ -334,7 +334,7 @@ class Keeper:
         lines = {subject: f": {words}" for subject, words in board.news.items()}
         left = board.most_age - board.age
         if board.most_age and left <= NOTICE:
-            age = f"{board.age / 3600:.1f} of {board.most_age / 3600:g} h"
+            age = f"{board.age / 3600:.1f} of {round(board.most_age / 3600, 2):g} h"
             lines["end"] = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
         return lines
 
