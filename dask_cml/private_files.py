@@ -86,9 +86,10 @@ def check_folder(path: Path) -> None:
 
 
 def is_gone(path: Path) -> bool:
-    """Return whether a folder is known not to exist: a list of its parent, or of a parent of that, lacks it.
+    """Return whether a folder is known not to exist: a list of its parent, or of one above, lacks it.
 
-    An error proves nothing: the file system may not answer for a while, or refuse to.
+    A file in the place of one is proof, too. Other errors prove nothing: the file system may not answer for a
+    while, or refuse to.
     """
     try:
         return path.name not in os.listdir(path.parent)

@@ -295,6 +295,11 @@ def test_a_record_that_others_can_write_is_unreadable_and_no_ended_cluster(state
             again()
     state.chmod(state.stat().st_mode & ~stat.S_IWGRP)
     assert store.read_again(record).id == record.id
+    state.rename(state.with_name("aside"))
+    state.touch()
+    with pytest.raises(NoSuchCluster):
+        store.read_again(record)
+    assert records() == []
 
 
 def test_a_file_system_that_does_not_answer_has_ended_no_cluster(state, monkeypatch):

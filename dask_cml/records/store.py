@@ -40,7 +40,7 @@ from distributed.security import Security
 from msgspec import Meta
 
 from dask_cml.cancellation import call_within
-from dask_cml.checks import is_session_id, message, seconds, validate
+from dask_cml.checks import is_session_id, seconds, validate
 from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster
 from dask_cml.layout import (
     LOGS_FOLDER,
@@ -784,13 +784,7 @@ def has_ended(record: Record) -> bool:
 
 
 def records() -> list[Record]:
-    """Read all records, sorted by name. Ignore records that are damaged or not private; warn once.
-
-    Raises
-    ------
-    ValueError
-        If the state directory is not a folder.
-    """
+    """Read all records, sorted by name. Ignore what is damaged, not private or no folder; warn once."""
     directory = state_directory()
     try:
         check_folder(directory)
@@ -802,7 +796,8 @@ def records() -> list[Record]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise ValueError(message("cml.state-directory", str(directory), "the path of a folder")) from None
+        report_ignored(directory, "it is not a folder")
+        return []
     loaded = (_load(directory / name) for name in names)
     return [record for record in loaded if record is not None]
 

@@ -167,9 +167,8 @@ def _patched(it: World) -> contextlib.ExitStack:
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
         *((module, "os", files) for module in (here, plugin, private_files, ending)),
-        *((module, "os", files) for module in (ending, plugin, store, wrapper)),
+        *((module, "os", files) for module in (liveness, store, wrapper)),
         (store, "shutil", files.shutil),
-        (liveness, "os", files),
         (store, "psutil", table),
         *(
             (module, "load_platform", lambda _: it.platform)
