@@ -29,12 +29,12 @@ from distributed.utils import Log, Logs, in_async_call
 from dask_cml import checks, output
 from dask_cml.cancellation import cancel, end_of, gather_or_cancel, wait_until_set, within
 from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive, Demand
-from dask_cml.core.connection import Connection, start, with_numbers
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import Groups, check_class
 from dask_cml.core.losses import Losses
 from dask_cml.core.messages import Messages, check_that_workers_may_come
-from dask_cml.core.workers import Retirements, Workers, said_by_workers
+from dask_cml.core.start import start
+from dask_cml.core.workers import Retirements, Workers, said_by_workers, with_numbers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import CallFailed, CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
@@ -305,7 +305,6 @@ class CMLCluster(SpecCluster):
         self.sharing = self._share(given)
         #: Why the cluster ends if this process shuts it down, for its history.
         self.end_reason = f"closed by {self.sharing.who}"
-        self.connection = Connection(self)
         #: Not `workers`, as SpecCluster calls its dict of the launched ones.
         self.processes = Workers(self)
         self.retirements = Retirements(self)
@@ -771,7 +770,7 @@ class CMLCluster(SpecCluster):
 
         fewest, deadline = math.inf, 0.0
         while left := [worker for worker in self.processes.known(name) if worker in workers]:
-            names, now, staying = ", ".join(left), time.monotonic(), {*self.sharing.view.staying}
+            names, now, staying = ", ".join(left), time.monotonic(), {*self.sharing.role.view.staying}
             self._check_running(f"{deleted} {names} not stopped")
             if staying.issuperset(left):
                 raise CMLError(
@@ -784,7 +783,7 @@ class CMLCluster(SpecCluster):
                 fewest, deadline = len(left), now + timing.finish
             elif now > deadline:
                 why = (
-                    self.sharing.view.not_stopped
+                    self.sharing.role.view.not_stopped
                     or self.problem
                     or f"nothing has changed for {timing.finish:g} s"
                 )
@@ -818,12 +817,12 @@ class CMLCluster(SpecCluster):
                 self.sharing.role.refuse_changes_by_hand()
                 return
             self._note_changes_by_hand()
-            if not self.sharing.keeps:
+            if not self.keeps:
                 return
             for group in self.groups.names:
                 if excess := self.groups.excess(group):
                     self.groups.close(group, await self.retirements.choose(group, excess))
-            if not self.sharing.keeps:  # the scheduler may have answered late
+            if not self.keeps:  # the scheduler may have answered late
                 return
             await self.processes.close_others(self.worker_spec)
             unwanted = self.processes.unwanted
@@ -848,7 +847,7 @@ class CMLCluster(SpecCluster):
         """Stop the sessions of retired workers, and those without a worker."""
         ids = {str(worker.session_id) for worker in retired}
         unused = await self.processes.find_unused()
-        if not self.sharing.keeps:  # another process may use these workers by now
+        if not self.keeps:  # another process may use these workers by now
             return
         to_stop = unused | (ids & {*self.api.live})
         if not to_stop:
@@ -902,7 +901,7 @@ class CMLCluster(SpecCluster):
 
     async def _look(self) -> None:
         """Find lost workers and replace them in ``worker_spec``. Then take a step."""
-        if not self.sharing.keeps:  # another process may have stopped sessions
+        if not self.keeps:  # another process may have stopped sessions
             self._unheard_since = self._unheard_since or time.monotonic()
             return
         if self._unheard_since is not None:
@@ -1055,7 +1054,7 @@ class CMLCluster(SpecCluster):
         deadline = math.inf if patience is None else time.monotonic() + patience
         n_running = 0
         while True:
-            if self.sharing.is_connected:
+            if self.sharing.link.connected:
                 limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
                 try:
                     answer = with_numbers(await self._ask_scheduler("identity", limit))
@@ -1073,7 +1072,7 @@ class CMLCluster(SpecCluster):
             self._check_running(f"{n_workers} workers not connected")
             check_that_workers_may_come(self, f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
-                problem = self.problem if self.sharing.is_connected else "the scheduler does not answer"
+                problem = self.problem if self.sharing.link.connected else "the scheduler does not answer"
                 why = f": {problem}" if problem else ""
                 raise TimeoutError(f"Only {n_running}/{n_workers} workers arrived after {timeout}{why}")
             await asyncio.sleep(timing.collect)
@@ -1157,12 +1156,11 @@ class CMLCluster(SpecCluster):
     async def _close_dask(self) -> None:
         """Close what Dask's classes have opened, by their own code."""
         await self.sharing.close_dashboard()  # before Dask's code says that the cluster is closed
-        await self.connection.unsubscribe()
+        await self.sharing.unsubscribe()
         self.worker_spec.clear()
         if self.sharing.is_keeper:
             await self.processes.close_others()
         self.workers.clear()
-        self.connection.forget_workers()
         self.sharing.forget()
         # With this status, SpecCluster._close (spec.py:438) does only its last steps.
         self.status = Status.closing_gracefully
@@ -1182,12 +1180,12 @@ class CMLCluster(SpecCluster):
     @property
     def keeps(self) -> bool:
         """Whether this process manages the cluster, as its scheduler has said lately."""
-        return self.sharing.keeps
+        return self.sharing.role.keeps
 
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return self.sharing.sessions
+        return self.sharing.role.sessions
 
     @property
     def problem(self) -> str | None:

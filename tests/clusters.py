@@ -122,7 +122,7 @@ def cut_off(cluster: Any, seconds: float = 0.0) -> Callable[[], None]:
 
 
 def is_connected(cluster: Any) -> bool:
-    return bool(cluster.sharing.is_connected)
+    return bool(cluster.sharing.link.connected)
 
 
 def scheduler_number(cluster: Any) -> int:
@@ -136,7 +136,7 @@ def folder_of(cluster: Any) -> Path:
 
 def who_gave_up(cluster: Any) -> Mapping[str, Any]:
     """Return the worker groups that launch no more sessions after failures."""
-    gave_up: Mapping[str, Any] = cluster.sharing.view.gave_up
+    gave_up: Mapping[str, Any] = cluster.sharing.role.view.gave_up
     return gave_up
 
 
@@ -512,11 +512,11 @@ async def stop_managing(cluster: Any) -> None:
 
 async def unsubscribe(cluster: Any) -> None:
     """End the connection on which a process hears of Dask workers, as when it breaks."""
-    await cluster.connection.unsubscribe()
+    await cluster.sharing.unsubscribe()
 
 
 def is_subscribed(cluster: Any) -> bool:
-    return bool(cluster.connection.is_subscribed)
+    return bool(cluster.sharing.is_subscribed)
 
 
 def loop_runs(cluster: Any) -> bool:

@@ -35,7 +35,7 @@ MOST_MODULES, MOST_LINES = 34, 5786
 
 TESTS = Path(__file__).parent
 #: Members of a cluster that other code may replace at any time. Tests see them by functions of clusters.py.
-INTERNAL = {"sharing", "processes", "losses", "retirements", "connection"}
+INTERNAL = {"sharing", "processes", "losses", "retirements"}
 INTERNAL |= {"ending", "demand", "place", "view", "outbox", "failover", "groups", "api", "link", "messages"}
 #: How the names end that tests give to clusters.
 CLUSTERS = ("cluster", "remote", "keeper", "creator", "follower", "former", "other", "first", "mine", "user")

@@ -136,10 +136,10 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
             raise CMLError(f"the cluster {name} has shut down: {problem or 'deleted'}")
         if target != n:
             raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
-        if group in cluster.sharing.view.shortages:
-            raise CMLError(f"the cluster {name} has {cluster.sharing.view.shortages[group]}")
-        if group in cluster.sharing.view.gave_up:
-            raise CMLError(f"the cluster {name} launches {cluster.sharing.view.gave_up[group]}")
+        if group in cluster.sharing.role.view.shortages:
+            raise CMLError(f"the cluster {name} has {cluster.sharing.role.view.shortages[group]}")
+        if group in cluster.sharing.role.view.gave_up:
+            raise CMLError(f"the cluster {name} launches {cluster.sharing.role.view.gave_up[group]}")
         if time.monotonic() > deadline:
             words += f": {problem}" if problem else ""
             raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")

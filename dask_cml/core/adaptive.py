@@ -271,7 +271,7 @@ class CMLAdaptive(Adaptive):
     @property
     def _acts(self) -> bool:
         """Whether this process manages the cluster, and nothing else scales the group."""
-        return self.cluster.sharing.keeps and self.state != "stopped"
+        return self.cluster.keeps and self.state != "stopped"
 
     async def adapt(self) -> None:
         """Scale by the work, if this process manages the cluster."""

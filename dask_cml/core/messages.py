@@ -114,7 +114,7 @@ def check_that_workers_may_come(cluster: Any, what: str) -> None:
     CMLError
         If no worker of any group is to connect until a user scales a group that failed.
     """
-    gave_up, groups = cluster.sharing.view.gave_up, cluster.groups
+    gave_up, groups = cluster.sharing.role.view.gave_up, cluster.groups
     for group in groups.names:
         arrived = cluster.processes.arrived(group)
         wanted = groups.target(group) - len(arrived)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
-from dask_cml.core.connection import start
+from dask_cml.core.start import start
 from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
 from dask_cml.options import setting
 from dask_cml.output import get_logger
@@ -322,9 +322,9 @@ class Failover:
         cluster._tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
         cluster._tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
         await cluster._stop_looking()
-        await cluster.connection.unsubscribe()
+        await sharing.unsubscribe()
         self._link.forget()
-        cluster.connection.forget_workers()
+        sharing.forget_workers()
         async with cluster._lock:
             await self._stop_all(record, keeper)
             cluster._move(replace(cluster.place, number=number))

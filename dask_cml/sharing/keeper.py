@@ -18,8 +18,7 @@ from distributed.objects import SchedulerInfo
 from dask_cml import output, protocol
 from dask_cml.cancellation import to_the_end
 from dask_cml.checks import is_session_id
-from dask_cml.core.connection import with_numbers
-from dask_cml.core.workers import connected_names, said_by_workers
+from dask_cml.core.workers import connected_names, said_by_workers, with_numbers
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import OWN_LOG, SCHEDULER, log_path
 from dask_cml.output import get_logger

@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 from dask.utils import parse_timedelta
-from distributed.core import Status
+from distributed.core import Status, rpc
+from distributed.deploy.cluster import Cluster
+from distributed.objects import SchedulerInfo
 from distributed.utils import NoOpAwaitable
 
 from dask_cml import compat, output
-from dask_cml.cancellation import first_of, within
+from dask_cml.cancellation import cancel, first_of, within
 from dask_cml.core.ending import How, name_others
+from dask_cml.core.workers import with_numbers
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder
-from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Report, Request, View
+from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Report, Request
 from dask_cml.records import liveness, store
 from dask_cml.records.history import Usage, find_ended, kept_logs, stop_and_remove, usage_of
 from dask_cml.records.operations import take_name
@@ -34,7 +37,7 @@ from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.plan import Place
-from dask_cml.sessions.process import CMLScheduler, Session
+from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sharing.failover import Failover, SchedulerLost
 from dask_cml.sharing.keeper import Follower, Keeper
@@ -116,19 +119,9 @@ class Sharing:
     # -- what is
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the scheduler answers."""
-        return self.link.connected
-
-    @property
     def is_keeper(self) -> bool:
         """Whether this process launches and stops the sessions, as far as it knows."""
         return isinstance(self.role, Keeper)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether this process is the keeper, by an answer of the board that is recent enough."""
-        return self.role.keeps
 
     def _rank(self, record: Record) -> Rank:
         """Return whether this process counts as a user of the cluster, and may keep it."""
@@ -139,22 +132,12 @@ class Sharing:
         return Rank.OWNER if record.owner == here.this_owner() else Rank.USER
 
     @property
-    def view(self) -> View:
-        """What the keeper knows of the sessions, or has said."""
-        return self.role.view
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The cluster's sessions by their last known state, the scheduler's first."""
-        return self.role.sessions
-
-    @property
     def problem(self) -> str | None:
         """The cluster's present problem, as a clause. None if there is none."""
         unreached = self._failure or self.failover.problem
         if unreached and self._cluster.status == Status.running:
             return unreached
-        return self.end or self.view.problem or self.link.board.problem
+        return self.end or self.role.view.problem or self.link.board.problem
 
     @property
     def address(self) -> str | None:
@@ -267,7 +250,7 @@ class Sharing:
         """Connect to the scheduler that this process has launched."""
         await self._join_within(self._cluster.options.scheduler_timeout, address)
         if self.link.board.keeper == self.link.id:
-            await self._cluster.connection.subscribe()
+            await self._subscribe()
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
@@ -296,7 +279,7 @@ class Sharing:
                         f"{timeout:g} s: {error!r}"
                     ) from error
             await asyncio.sleep(timing.retry / 2)
-        await self._cluster.connection.connect(address, self.link.connection_args)
+        await self._connect_dask(address)
         self.failover.begin_anew()
 
     async def follow(self) -> None:
@@ -308,6 +291,53 @@ class Sharing:
     def tasks(self) -> Sequence[asyncio.Task[None] | None]:
         """The tasks that follow the board, and post what users ask for."""
         return self._following, *self._posting, *self._reporting
+
+    # -- what Dask's classes know of the scheduler
+
+    async def _connect_dask(self, address: str) -> None:
+        """Let Dask's classes talk to the scheduler at an address from now on."""
+        cluster = self._cluster
+        if cluster.scheduler_comm is not None:
+            with contextlib.suppress(Exception):  # of Dask's comm, which may be broken in any way
+                await within(timing.retry, cluster.scheduler_comm.close_rpc())
+        cluster.scheduler_comm = rpc(address, connection_args=self.link.connection_args)
+        for callback in cluster.periodic_callbacks.values():
+            callback.start()
+        self._note_running()
+
+    def _note_running(self) -> None:
+        """Note that the cluster runs, unless it is closing already."""
+        self._cluster.status = Status.closing if self._cluster.ending.has_begun else Status.running
+
+    @property
+    def is_subscribed(self) -> bool:
+        """Whether the scheduler describes its workers to this process."""
+        task = self._cluster._watch_worker_status_task
+        return task is not None and not task.done()
+
+    async def _subscribe(self) -> None:
+        """Follow the scheduler's workers by Cluster._start (cluster.py:123), within a time limit.
+
+        The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
+        """
+        await self.unsubscribe()
+        await within(timing.answer, Cluster._start(self._cluster))
+        self._cluster.scheduler_info = SchedulerInfo(with_numbers(self._cluster.scheduler_info))
+        self._note_running()  # Cluster._start says so of an object that is closing, too
+
+    async def unsubscribe(self) -> None:
+        """Follow the scheduler's workers no more."""
+        cluster = self._cluster
+        if cluster._watch_worker_status_comm is not None:
+            cluster._watch_worker_status_comm.abort()
+        await cancel(cluster._watch_worker_status_task, cluster._sync_cluster_info_task)
+        cluster._watch_worker_status_comm = cluster._watch_worker_status_task = None
+        cluster._sync_cluster_info_task = None
+
+    def forget_workers(self) -> None:
+        """Know of no Dask worker, because their scheduler is gone."""
+        known = self._cluster.scheduler_info
+        self._cluster.scheduler_info = SchedulerInfo({**known, "workers": {}, "n_workers": 0})
 
     # -- the board
 
@@ -367,8 +397,8 @@ class Sharing:
                 await self.link.post_unreported()
             if is_picked:
                 await self._succeed(board)
-        if self.is_keeper and not self._cluster.connection.is_subscribed:
-            await self._cluster.connection.subscribe()
+        if self.is_keeper and not self.is_subscribed:
+            await self._subscribe()
         await self.role.take()
 
     async def _succeed(self, board: BoardState) -> None:
@@ -379,7 +409,7 @@ class Sharing:
         try:
             record = await asyncio.to_thread(store.read_again, self.record)
             given = await asyncio.to_thread(store.given_names, record)
-            await cluster.connection.subscribe()
+            await self._subscribe()
             async with cluster._lock:
                 cluster.groups.given(given)
                 await keeper.succeed(record, report, given)
@@ -412,7 +442,7 @@ class Sharing:
             cluster.api.forget(*cluster.api.live)
             cluster.workers.clear()
         cluster.groups.yield_adapting()
-        await cluster.connection.unsubscribe()
+        await self.unsubscribe()
 
     def request(self, request: Request) -> Awaitable[None]:
         """Carry out what is asked for in this process, or ask the keeper, in a task that nobody must await.
@@ -516,7 +546,8 @@ class Sharing:
                 await within(timing.files / 3, self.link.post_unreported())
 
     def forget(self) -> None:
-        """Forget the board, because this object is closed."""
+        """Forget the board and the Dask workers, because this object is closed."""
+        self.forget_workers()
         self.link.board = BoardState()
         self.role = Follower(self._cluster, self.link, Report())
 
@@ -533,7 +564,7 @@ class Sharing:
             self._cluster.api.end()
             return
         # Those of a follower, if nobody can read the record. The API knows those of the keeper.
-        known = {session.id: Launch(session.id, session.name, None, 0) for session in self.sessions}
+        known = {session.id: Launch(session.id, session.name, None, 0) for session in self.role.sessions}
         record = replace(self.record, launches=known)
         last = stop_and_remove(record, self._cluster.api, self._cluster.end_reason)
         if last is not record:  # else another process has deleted it
