@@ -11,8 +11,7 @@ from dask_cml import protocol
 from dask_cml.protocol import Rank
 from dask_cml.records import store
 from dask_cml.scheduler import resident
-from dask_cml.scheduler.resident import WHO
-from dask_cml.sharing.resident import keep
+from dask_cml.scheduler.resident import WHO, keep
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")

@@ -1,4 +1,7 @@
-"""Starts a process in the scheduler's session that keeps the cluster while no process of a user does."""
+"""The process in the scheduler's session that keeps the cluster while no process of a user does.
+
+The scheduler starts it, as ``python -m dask_cml.scheduler.resident NAME``: first its side, then the process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from dask_cml.cancellation import cancel, first_of
+from distributed.core import Status
+
+from dask_cml.cancellation import cancel, first_of, wait_until_set
+from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.protocol import Rank
 from dask_cml.timing import timing
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
@@ -18,7 +25,6 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 #: Who keeps the cluster then, for users.
 WHO = "its scheduler's session"
-_MODULE = "dask_cml.sharing.resident"
 #: Seconds without a keeper after which the process is started: a user's process may be about to keep it. They
 #: double with each failure.
 _ALONE, _LONGEST_ALONE = 10.0, 600.0
@@ -133,7 +139,7 @@ async def run(cluster: str, folder: Path, closes: asyncio.Event) -> int:
         If the process does not start.
     """
     env = {**os.environ, "DASK_CML__STATE_DIRECTORY": str(folder.parent)}
-    command = (sys.executable, "-m", _MODULE, cluster)
+    command = (sys.executable, "-m", "dask_cml.scheduler.resident", cluster)
     process = await asyncio.create_subprocess_exec(*command, env=env, stdin=asyncio.subprocess.PIPE)
     try:
         await first_of(process.wait(), closes.wait())
@@ -144,3 +150,65 @@ async def run(cluster: str, folder: Path, closes: asyncio.Event) -> int:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+async def keep(name: str, closes: asyncio.Event) -> None:
+    """Keep a cluster until another process does, its scheduler closes, or the cluster ends.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's name.
+    closes : asyncio.Event
+        Set when the scheduler closes, or has ended.
+
+    Raises
+    ------
+    CMLError
+        If the scheduler does not answer, or this session cannot reach the platform.
+    """
+    from dask_cml.cluster import CMLCluster  # which the scheduler does not need
+
+    class ResidentCluster(CMLCluster):
+        """A cluster in its scheduler's session, with which it ends."""
+
+        _rank = Rank.RESIDENT
+
+    cluster = ResidentCluster(name=name, create_mode="connect", asynchronous=True, quiet=True)
+    try:
+        await cluster
+    except NoSuchCluster:
+        return
+    while cluster.status != Status.closed and not closes.is_set():
+        link = cluster.sharing.link
+        if link.connected and link.board.keeper not in (None, link.id):
+            break
+        await wait_until_set(closes, timing.retry)
+    try:
+        if not closes.is_set():
+            await cluster.leave()
+        elif (why := await cluster.sharing.why_closed()) is not None:
+            cluster.end_reason = why
+            await cluster.shutdown()
+        # Else the scheduler is lost. This process ends with it, and carries out nothing more.
+    except CMLError as error:
+        logger.warning("%s", error)
+
+
+async def _keep_until_input_ends(name: str) -> None:
+    closes, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def end() -> None:
+        loop.remove_reader(sys.stdin)
+        closes.set()
+
+    loop.add_reader(sys.stdin, end)  # nothing is written to it
+    await keep(name, closes)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s - %(name)s - %(levelname)s - %(message)s", level=logging.INFO)
+    try:
+        asyncio.run(_keep_until_input_ends(sys.argv[1]))
+    except CMLError as error:
+        sys.exit(f"Cluster not kept: {error}")

@@ -21,12 +21,10 @@ from dask_cml import cancellation, cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.records import liveness, operations, store
-from dask_cml.scheduler import plugin
-from dask_cml.scheduler import resident as residents
+from dask_cml.scheduler import plugin, resident
 from dask_cml.serve import clusters
 from dask_cml.sessions import here, workers_api
 from dask_cml.sessions import process as sessions
-from dask_cml.sharing import resident
 
 from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
@@ -177,7 +175,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (cancellation, "threading", _with(threading, Thread=Thread)),
         *((module, "wait", it.wait) for module in (cancellation, workers_api)),
-        (residents, "run", it.run_resident),
+        (resident, "run", it.run_resident),
         *((module, "datetime", _Datetime) for module in (store, sessions)),
         (cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
         (ending, "no_longer_end_at_exit", _forget),
