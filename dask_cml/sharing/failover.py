@@ -22,7 +22,6 @@ from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sharing.keeper import Keeper
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
-from dask_cml.words import first_line
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -53,44 +52,10 @@ class Failover:
         Talks to the scheduler.
     cluster : CMLCluster
         The cluster.
-
-    Attributes
-    ----------
-    problem : str or None
-        Why the scheduler is not reached. None if it is.
     """
 
     def __init__(self, link: Link, cluster: CMLCluster) -> None:
         self._link, self._cluster = link, cluster
-        self.begin_anew()
-
-    # -- what the user is told
-
-    def begin_anew(self) -> None:
-        """Begin with another scheduler, which is connected."""
-        self.problem: str | None = None
-        self._since: float | None = None
-        self._is_told = False
-
-    def note(self, why: str) -> None:
-        """Note why the scheduler is not reached. Tell the user once, if that lasts."""
-        self.problem, now = why, time.monotonic()
-        self._since = now if self._since is None else self._since
-        if now - self._since > timing.unreachable and not self._is_told:
-            self._is_told = True
-            self._cluster._tell(
-                f"Cluster {self._cluster.options.name} not connected for {now - self._since:.0f} s: "
-                f"{first_line(why)}; it connects as soon as its scheduler answers"
-            )
-
-    def note_connected(self) -> None:
-        """Note that the scheduler is reached, and tell a user who was told of the outage."""
-        if self._is_told and self._since is not None:
-            duration = time.monotonic() - self._since
-            self._cluster._tell(
-                f"Cluster {self._cluster.options.name} connected again after {duration:.0f} s"
-            )
-        self.begin_anew()
 
     # -- has it ended?
 
@@ -199,7 +164,7 @@ class Failover:
             try:
                 record = await self._read(record, why)
             except store.RecordUnreadable as error:
-                self.note(str(error))
+                cluster.sharing.note_unreached(str(error))
                 await asyncio.sleep(timing.retry)
                 continue
             last = record.scheduler
@@ -210,7 +175,7 @@ class Failover:
             is_next = number > cluster.place.number
             if is_next and last.protocol not in (None, protocol.PROTOCOL):
                 spoken = f"protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
-                self.note(f"its next scheduler speaks {spoken}")
+                cluster.sharing.note_unreached(f"its next scheduler speaks {spoken}")
                 await asyncio.sleep(timing.retry)
                 continue
             if (is_next or unreached) and last.address is not None:
@@ -234,7 +199,7 @@ class Failover:
                         not_launched = time.monotonic() - refused < cluster.options.pending_timeout
                     else:
                         not_launched = isinstance(error, CallFailed)
-            self.note(why)
+            cluster.sharing.note_unreached(why)
             await asyncio.sleep(timing.retry)
 
     def _is_to_launch(self, last: SchedulerState, waited: float) -> bool:
@@ -301,7 +266,7 @@ class Failover:
     async def _launch(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
         cluster, sharing, last = self._cluster, self._cluster.sharing, record.scheduler
-        lost_at = self._since or time.monotonic()
+        lost_at = sharing.unreached_since or time.monotonic()
         cluster.groups.given(await asyncio.to_thread(store.given_names, record))
         anew = not sharing.is_keeper
         keeper = Keeper(cluster, self._link, record, last.term, taken=0) if anew else sharing.keeper

@@ -273,7 +273,7 @@ class Keeper:
     def tell_clients(self, text: str) -> None:
         """Tell the clients of other processes a line that :meth:`CMLCluster._tell` tells the user here."""
         # What this process says of its own connection is no news for others.
-        if self._cluster.sharing.failover.problem is None:
+        if self._cluster.sharing.unreached is None:
             self.event("line", SCHEDULER, text=shortened(text, _LONGEST_LINE))
 
     def report(self) -> Report:

@@ -43,7 +43,7 @@ from dask_cml.sharing.failover import Failover, SchedulerLost
 from dask_cml.sharing.keeper import Follower, Keeper
 from dask_cml.sharing.link import Link
 from dask_cml.timing import timing
-from dask_cml.words import command
+from dask_cml.words import command, first_line
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -86,6 +86,10 @@ class Sharing:
         What this process does as the keeper, or did last.
     end : str or None
         Why the cluster has ended, if this process did not ask for it.
+    unreached : str or None
+        Why the scheduler is not reached. None if it is.
+    unreached_since : float or None
+        The monotonic time since when it is not.
     """
 
     keeper: Keeper
@@ -106,6 +110,7 @@ class Sharing:
         )
         self.link = Link(secrets.token_hex(8), options.name, self.who)
         self.failover = Failover(self.link, cluster)
+        self._begin_anew()
         #: A programming error at the last look at the board, as a clause.
         self._failure: str | None = None
         self.role: Keeper | Follower = Follower(cluster, self.link, Report())
@@ -134,7 +139,7 @@ class Sharing:
     @property
     def problem(self) -> str | None:
         """The cluster's present problem, as a clause. None if there is none."""
-        unreached = self._failure or self.failover.problem
+        unreached = self._failure or self.unreached
         if unreached and self._cluster.status == Status.running:
             return unreached
         return self.end or self.role.view.problem or self.link.board.problem
@@ -280,7 +285,7 @@ class Sharing:
                     ) from error
             await asyncio.sleep(timing.retry / 2)
         await self._connect_dask(address)
-        self.failover.begin_anew()
+        self._begin_anew()
 
     async def follow(self) -> None:
         """Follow what other processes do, from now on."""
@@ -350,7 +355,7 @@ class Sharing:
                     assert cluster.scheduler is not None
                     await self._join_within(timing.answer, str(cluster.scheduler.address))
                 await self._take_board(await self.link.watch())
-                self.failover.note_connected()
+                self._note_reached()
                 self._failure = None
                 continue
             try:
@@ -379,13 +384,39 @@ class Sharing:
                 words = str(error)
             else:
                 words = f"its scheduler does not answer: {error!r}"
-            if words != self.failover.problem:
+            if words != self.unreached:
                 logger.info("Scheduler of cluster %s not %s: %r", name, what, error)
-            self.failover.note(words)
+            self.note_unreached(words)
         except Exception as error:  # a programming error, or of a subclass
             if self._failure is None:
                 logger.exception("Cannot follow cluster %s", name)
             self._failure = f"cannot follow the cluster: {error!r}"
+
+    def _begin_anew(self) -> None:
+        """Begin with another scheduler, which is connected."""
+        self.unreached: str | None = None
+        self.unreached_since: float | None = None
+        self._is_told = False
+
+    def note_unreached(self, why: str) -> None:
+        """Note why the scheduler is not reached. Tell the user once, if that lasts."""
+        self.unreached, now = why, time.monotonic()
+        self.unreached_since = now if self.unreached_since is None else self.unreached_since
+        if now - self.unreached_since > timing.unreachable and not self._is_told:
+            self._is_told = True
+            self._cluster._tell(
+                f"Cluster {self._cluster.options.name} not connected for {now - self.unreached_since:.0f} s: "
+                f"{first_line(why)}; it connects as soon as its scheduler answers"
+            )
+
+    def _note_reached(self) -> None:
+        """Note that the scheduler is reached, and tell a user who was told of the outage."""
+        if self._is_told and self.unreached_since is not None:
+            duration = time.monotonic() - self.unreached_since
+            self._cluster._tell(
+                f"Cluster {self._cluster.options.name} connected again after {duration:.0f} s"
+            )
+        self._begin_anew()
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a follower."""
