@@ -1,8 +1,8 @@
 """The cluster manager: SpecCluster on CML sessions.
 
 To see how ``scale(3)`` works, read :meth:`CMLCluster.scale`, which changes ``worker_spec``,
-:meth:`CMLCluster._step`, which retires, stops and launches, and
-``Workers.launch``. Once a second, :meth:`CMLCluster._look` replaces lost workers in that dict.
+:meth:`CMLCluster._step`, which retires, stops and launches, and ``Workers.launch``.
+Once a second, the :class:`~dask_cml.core.look.Look` replaces lost workers in that dict, and takes a step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from distributed.security import Security
 from distributed.utils import Log, Logs, in_async_call
 
 from dask_cml import checks, output
-from dask_cml.cancellation import cancel, end_of, gather_or_cancel, wait_until_set, within
+from dask_cml.cancellation import cancel, end_of, gather_or_cancel, within
 from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive, Demand
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import Groups, check_class
-from dask_cml.core.losses import Losses
-from dask_cml.core.messages import Messages, check_that_workers_may_come
+from dask_cml.core.look import Look
 from dask_cml.core.start import start
 from dask_cml.core.workers import Retirements, Workers, said_by_workers, with_numbers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
-from dask_cml.errors import CallFailed, CMLError, LaunchRefused, checks_arguments, without_frames
+from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import (
     Options,
@@ -55,7 +54,7 @@ from dask_cml.protocol import NO_ANSWER, Rank, Request, after
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.plan import Place, plan_worker
-from dask_cml.sessions.process import CMLScheduler, CMLWorker, Phase, Session
+from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line, printable, printable_lines
@@ -309,8 +308,7 @@ class CMLCluster(SpecCluster):
         self.processes = Workers(self)
         self.retirements = Retirements(self)
         self.demand = Demand(self)
-        self.messages = Messages(self)
-        self.losses = Losses(self)
+        self.look = Look(self)
         self.ending: Ending = Ending(self)
         self.starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.
@@ -319,8 +317,6 @@ class CMLCluster(SpecCluster):
         #: The steps that are under way, and the one that has not begun.
         self._steps: set[asyncio.Task[None]] = set()
         self._next_step: asyncio.Task[None] | None = None
-        #: Since when the scheduler has not answered. None: it does.
-        self._unheard_since: float | None = None
         self._lock = asyncio.Lock()
         end_at_exit(self)
         super().__init__(
@@ -873,55 +869,15 @@ class CMLCluster(SpecCluster):
             The monotonic time since which the scheduler has not answered. None: it did. Default: it is new.
         """
         self.groups.begin_adapting()
-        self._unheard_since = unheard_since
         self.demand.unrunnable = None
-        self._looking = asyncio.create_task(gather_or_cancel(self._look_for_ever(), self.demand.watch()))
+        looks = self.look.for_ever(unheard_since)
+        self._looking = asyncio.create_task(gather_or_cancel(looks, self.demand.watch()))
 
     async def _stop_looking(self, patience: float = 0.0) -> None:
         """Cancel the looks, the steps and, after `patience` seconds, the launches of this process."""
         self._next_step = self._correct_state_waiting = None  # a step that has not begun does not do it
         await cancel(self._looking, *self._steps)
         await self.processes.stop_launching(patience)
-
-    async def _look_for_ever(self) -> None:
-        while True:
-            self.woken.clear()
-            interval = timing.look
-            try:
-                await self._look()
-                if any(worker.phase is Phase.LAUNCHED for worker in self.processes.wanted()):
-                    interval = timing.starting_look
-                interval = min(interval, self.processes.pause)
-                self.messages.failure = None
-            except Exception as error:  # a programming error, or of a subclass
-                if self.messages.failure is None:
-                    logger.exception("Cannot manage cluster %s", self.options.name)
-                self.messages.failure = f"cannot manage the cluster: {error!r}"
-            await wait_until_set(self.woken, interval)
-
-    async def _look(self) -> None:
-        """Find lost workers and replace them in ``worker_spec``. Then take a step."""
-        if not self.keeps:  # another process may have stopped sessions
-            self._unheard_since = self._unheard_since or time.monotonic()
-            return
-        if self._unheard_since is not None:
-            for worker in self.processes.workers():
-                worker.excuse(self._unheard_since)
-            self._unheard_since = None
-        try:
-            # While the platform lists no sessions, no loss is known. Everything else goes on.
-            with contextlib.suppress(CallFailed):  # tell_outage says it once
-                await self.losses.replace(await self.losses.find())
-            await self.sharing.keeper.find_strays()
-            step = self._correct_state_internal()  # which begins after this, and takes place in any case
-            self.losses.note_states()
-            self.messages.tell()
-            await step  # the report that it ends with takes long for 1,000 sessions
-        except asyncio.TimeoutError as error:  # it may be busy for a moment: if that lasts, Failover says so
-            logger.info("Scheduler of cluster %s not asked: %s", self.options.name, error)
-        except (*NO_ANSWER, CMLError, ValueError) as error:
-            logger.warning("Cannot manage cluster %s: %s", self.options.name, str(error) or repr(error))
-        await self.messages.tell_outage()
 
     # -- start
 
@@ -1043,7 +999,7 @@ class CMLCluster(SpecCluster):
         elif gone is not None or op != "remove":
             super(SpecCluster, self)._update_worker_status(op, msg)
         if self.sharing.is_keeper:
-            self.losses.note_seen(names)
+            self.look.note_seen(names)
             if op == "remove":
                 self.woken.set()
 
@@ -1070,12 +1026,31 @@ class CMLCluster(SpecCluster):
                     if n_workers <= min(n_running, len(workers)):
                         return
             self._check_running(f"{n_workers} workers not connected")
-            check_that_workers_may_come(self, f"{n_running} of {n_workers} workers connected")
+            self._check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
                 problem = self.problem if self.sharing.link.connected else "the scheduler does not answer"
                 why = f": {problem}" if problem else ""
                 raise TimeoutError(f"Only {n_running}/{n_workers} workers arrived after {timeout}{why}")
             await asyncio.sleep(timing.collect)
+
+    def _check_that_workers_may_come(self, what: str) -> None:
+        """Refuse to wait for workers after too many failures, when no other worker is to connect.
+
+        Raises
+        ------
+        CMLError
+            If no worker of any group is to connect until a user scales a group that failed.
+        """
+        gave_up, groups = self.sharing.role.view.gave_up, self.groups
+        for group in groups.names:
+            arrived = self.processes.arrived(group)
+            wanted = groups.target(group) - len(arrived)
+            may_launch = group not in gave_up and (wanted > 0 or groups.limits(group) is not None)
+            if may_launch or {*self.processes.known(group)} - arrived:
+                return
+        for group, why in gave_up.items():
+            scale = command("scale", self.options.name, groups.target(group), group=group)
+            raise CMLError(f"{what}: {why}. To try again, run {scale}")
 
     # -- end
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -63,8 +63,6 @@ END = "cml-end"
 
 #: Errors of a scheduler that does not answer.
 NO_ANSWER = (OSError, asyncio.TimeoutError)
-#: Asks one cluster's scheduler: a handler, a time limit if it is another one than usually, and its arguments.
-Ask = Callable[..., Awaitable[Any]]
 
 
 class Rank(enum.IntEnum):

@@ -28,7 +28,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import output
 from dask_cml.core import workers as module
-from dask_cml.core.losses import Losses
+from dask_cml.core.look import Look
 from dask_cml.core.workers import Workers
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.observers import Observers
@@ -260,7 +260,7 @@ def backoff(workers):
 def lose(workers):
     def lose(losses, began=math.inf, lasted=0.0):
         lost = SimpleNamespace(launched_at=began, connected_for=lasted)
-        Losses(workers._cluster)._count("default", losses, [lost])
+        Look(workers._cluster)._count("default", losses, [lost])
 
     return lose
 

@@ -36,7 +36,7 @@ from dask_cml import (
     SessionFailed,
     output,
 )
-from dask_cml.core.losses import Losses
+from dask_cml.core.look import Look
 from dask_cml.core.workers import Workers
 from dask_cml.local import processes
 from dask_cml.options import SessionSize, state_directory
@@ -304,7 +304,7 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
     core = Mock(options=SimpleNamespace(name="night"), _tell=seen.append, workers={})
     core.groups.group_of.return_value = "default"
     core.processes = Workers(core)
-    losses = Losses(core)
+    look = Look(core)
     for log in (
         [f"[memory: {GIB} of {GIB} bytes]"],
         ["[scratch: 9500000000 of 10000000000 bytes]"],
@@ -312,7 +312,7 @@ def test_the_page_lists_the_causes_of_lost_and_paused_workers(seen):
         ["[dask worker exited with status -7]"],
     ):
         loss = find_cause(last, log, said="failed")
-        asyncio.run(losses.replace({"night-1": loss}))
+        asyncio.run(look.replace({"night-1": loss}))
     health = Health(None)
     full = {**last, "memory": GIB, "expected": False, "noticed": False}
     address = "tls://100.66.0.18:1234"

@@ -233,7 +233,7 @@ class Keeper:
     @property
     def view(self) -> View:
         """What this process knows of the sessions."""
-        return self._cluster.messages.view
+        return self._cluster.look.view
 
     # -- the mail
 
@@ -278,7 +278,7 @@ class Keeper:
 
     def report(self) -> Report:
         """Return what this process knows and wants."""
-        cluster, processes, view = self._cluster, self._cluster.processes, self._cluster.messages.view
+        cluster, processes, view = self._cluster, self._cluster.processes, self._cluster.look.view
         app_url = None if cluster.scheduler is None else cluster.scheduler.info.get("app_url")
         return Report(
             sessions=[session.to_json() for session in processes.sessions],
@@ -288,7 +288,7 @@ class Keeper:
             failures=processes.failures,
             ceilings=processes.ceilings,
             start_times=processes.start_times,
-            told=sorted(cluster.messages.told),
+            told=sorted(cluster.look.told),
             limited=[group for group, backoff in processes.backoffs.items() if backoff.is_limited],
             is_barred=self._is_barred(view),
             app_url=app_url or self._app_url,
@@ -439,7 +439,7 @@ class Keeper:
         cluster.processes.take_over(last)
         for limited in last.limited:
             cluster.processes.backoff(limited).is_limited = True
-        cluster.messages.told = {*last.told}
+        cluster.look.told = {*last.told}
         self._app_url = last.app_url
         groups.given(last.wanted)
         groups.show(last.groups, wanted)
