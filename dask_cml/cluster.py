@@ -35,7 +35,7 @@ from dask_cml.core.look import Look
 from dask_cml.core.start import start
 from dask_cml.core.workers import Retirements, Workers, said_by_workers, with_numbers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
-from dask_cml.errors import CMLError, LaunchRefused, checks_arguments, without_frames
+from dask_cml.errors import CMLError, LaunchRefused, shows_errors_in_short, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import (
     Options,
@@ -220,7 +220,7 @@ class CMLCluster(SpecCluster):
     _rank: Rank | None = None
     __setattr__ = set_attribute
 
-    @checks_arguments
+    @shows_errors_in_short
     def __init__(
         self,
         n_workers: int | None = None,
@@ -401,7 +401,7 @@ class CMLCluster(SpecCluster):
 
     # -- scaling
 
-    @checks_arguments
+    @shows_errors_in_short
     def scale(  # type: ignore[override]  # as in SpecCluster
         self,
         n: int | None = None,
@@ -512,7 +512,7 @@ class CMLCluster(SpecCluster):
         self.groups.resize(group, n, self.processes.absent(group))
         self.loop.add_callback(self._correct_state_internal)  # type: ignore[union-attr]
 
-    @checks_arguments
+    @shows_errors_in_short
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
         self,
         minimum: float = 0,
@@ -646,7 +646,7 @@ class CMLCluster(SpecCluster):
 
     # -- worker groups
 
-    @checks_arguments
+    @shows_errors_in_short
     def add_worker_group(
         self,
         name: str,
@@ -736,7 +736,7 @@ class CMLCluster(SpecCluster):
         await self._ask("add group", group=name, n=options.n_workers, options=options.group_arguments())
         await self._correct_state_internal()
 
-    @checks_arguments
+    @shows_errors_in_short
     def delete_worker_group(self, name: str) -> Any:
         """Delete a worker group, and stop all its sessions after moving their data to other workers.
 
@@ -1054,7 +1054,7 @@ class CMLCluster(SpecCluster):
 
     # -- end
 
-    @checks_arguments
+    @shows_errors_in_short
     def close(self, timeout: float | None = None) -> Any:
         """Close this object, and shut the cluster down if ``shutdown_on_close`` is True.
 
@@ -1083,7 +1083,7 @@ class CMLCluster(SpecCluster):
         how = How.LEAVE if self.status == Status.closed else self.ending.usual_how
         return self.ending.end_from_outside(how, timeout)
 
-    @checks_arguments
+    @shows_errors_in_short
     def shutdown(self, timeout: float | None = None) -> Any:
         """Shut the cluster down: stop all its sessions, whoever created it.
 
@@ -1103,7 +1103,7 @@ class CMLCluster(SpecCluster):
         """
         return self.ending.end_from_outside(How.SHUT_DOWN, timeout)
 
-    @checks_arguments
+    @shows_errors_in_short
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
 
@@ -1207,7 +1207,7 @@ class CMLCluster(SpecCluster):
             return ""
         return here.dashboard_link(self.sharing.dashboard_url, self.options.scheduler_args)
 
-    @checks_arguments
+    @shows_errors_in_short
     def get_logs(
         self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
     ) -> Any:

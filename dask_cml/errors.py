@@ -32,7 +32,7 @@ def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def shows_errors_in_short(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Show the errors of a function that a user calls without frames that do not help to understand them.
 
     The messages are complete. IPython shows the errors of its arguments in short.
