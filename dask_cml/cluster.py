@@ -989,19 +989,18 @@ class CMLCluster(SpecCluster):
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
         # and keeps its spec. The keeper finds out why a session's worker is gone, and replaces it.
-        names = []
         if op == "add":
             msg = with_numbers(msg)
-            names = [str(info["name"]) for info in msg["workers"].values()]
-        gone = self.scheduler_info["workers"].get(msg) if op == "remove" else None
-        if gone is not None and not isinstance(self.workers.get(gone["name"]), (CMLWorker, type(None))):
-            super()._update_worker_status(op, msg)  # of a subclass
-        elif gone is not None or op != "remove":
-            super(SpecCluster, self)._update_worker_status(op, msg)
-        if self.sharing.is_keeper:
-            self.look.note_seen(names)
-            if op == "remove":
-                self.woken.set()
+            self.look.note_seen(str(info["name"]) for info in msg["workers"].values())
+        elif op == "remove":
+            self.woken.set()
+            gone = self.scheduler_info["workers"].get(msg)
+            if gone is None:
+                return
+            if not isinstance(self.workers.get(gone["name"]), (CMLWorker, type(None))):
+                super()._update_worker_status(op, msg)  # of a subclass
+                return
+        super(SpecCluster, self)._update_worker_status(op, msg)
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
         # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost: another replaces it.
@@ -1133,8 +1132,7 @@ class CMLCluster(SpecCluster):
         await self.sharing.close_dashboard()  # before Dask's code says that the cluster is closed
         await self.sharing.unsubscribe()
         self.worker_spec.clear()
-        if self.sharing.is_keeper:
-            await self.processes.close_others()
+        await self.processes.close_others()
         self.workers.clear()
         self.sharing.forget()
         # With this status, SpecCluster._close (spec.py:438) does only its last steps.
