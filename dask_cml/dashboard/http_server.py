@@ -205,9 +205,8 @@ class HostGuard:
     def _is_known(self, name: str | None) -> bool:
         if not name:
             return False
-        if name in self._hosts or (self._domain is not None and name.endswith(self._domain)):
-            return True
-        return is_valid_ip(name)
+        is_below = self._domain is not None and name.endswith(self._domain)
+        return is_below or name in self._hosts or is_valid_ip(name)
 
     def _is_same(self, origin: str, host: str) -> bool:
         name, port, scheme = _split(origin)

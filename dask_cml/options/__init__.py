@@ -306,7 +306,7 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
     Parameters
     ----------
     function : callable
-        The function or class, which collects unknown arguments.
+        The function or class, which collects unknown arguments as `kwargs`.
     given : iterable of str
         The arguments that it collected.
     more : iterable of str
@@ -317,9 +317,7 @@ def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: 
     TypeError
         If an argument is unexpected.
     """
-    parameters = inspect.signature(function).parameters.values()
-    named = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-    known = [parameter.name for parameter in named if parameter.name != "self"]
+    known = [name for name in inspect.signature(function).parameters if name not in ("self", "kwargs")]
     known += sorted({*more} - {*known})
     for name in given:
         if name not in known:
@@ -337,13 +335,7 @@ def set_attribute(cluster: Any, name: str, value: Any) -> None:
 
 def arguments_of(cls: type) -> set[str]:
     """Return the arguments of a class and of its base classes, to which it may pass them on."""
-    found = set()
-    for base in cls.__mro__[:-1]:
-        if "__init__" in vars(base):
-            for parameter in inspect.signature(vars(base)["__init__"]).parameters.values():
-                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                    found.add(parameter.name)
-    return found - {"self"}
+    return {name for base in cls.__mro__[:-1] for name in inspect.signature(base).parameters} - {"kwargs"}
 
 
 #: Sizes of sessions, each with the number of sessions.
