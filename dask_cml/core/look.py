@@ -129,7 +129,7 @@ class Look:
         wanted = self._processes.wanted()
         incomplete = self._note_connected(wanted)
         leaving = {*self._cluster.sharing.link.board.leaving}  # the platform is about to stop their sessions
-        if evicted := [worker for worker in wanted if not leaving.isdisjoint(worker.dask_names)]:
+        if leaving and (evicted := [worker for worker in wanted if leaving.intersection(worker.dask_names)]):
             return {worker.name: Loss(Cause.EVICTED, "evicted, with notice") for worker in evicted}
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
@@ -256,7 +256,8 @@ class Look:
 
     def _note_states(self) -> None:
         """Tell other processes which sessions have been queued, and which run, since the last call."""
-        for worker in self._processes.wanted():
+        # One that runs never waits again.
+        for worker in [worker for worker in self._processes.wanted() if worker.told is not Phase.RUNNING]:
             phase = worker.phase
             if phase in _EVENTS and phase is not worker.told:
                 worker.told = phase

@@ -30,7 +30,7 @@ from dask_cml.options import describe, room, setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.process import CMLProcess, CMLWorker, Phase, Session, class_of
+from dask_cml.sessions.process import CMLProcess, CMLWorker, Session, class_of
 from dask_cml.sessions.workers_api import SessionInfo, has_ended
 from dask_cml.timing import timing
 from dask_cml.words import command
@@ -308,14 +308,14 @@ class Workers:
 
     def wanted(self, group: str | None = None) -> list[CMLWorker]:
         """Return the wanted workers that were launched, of one group or of all."""
-        spec = self._cluster.worker_spec
-        names = spec if group is None else {*self._cluster.groups.workers(group)}
+        names = {*(self._cluster.worker_spec if group is None else self._cluster.groups.workers(group))}
         return [worker for worker in self.workers() if worker.name in names]
 
     @property
     def unwanted(self) -> list[CMLWorker]:
         """The workers that were launched, and are not wanted any more."""
-        return [worker for worker in self.workers() if worker.name not in self._cluster.worker_spec]
+        wanted = {*self._cluster.worker_spec}
+        return [worker for worker in self.workers() if worker.name not in wanted]
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
@@ -330,7 +330,7 @@ class Workers:
 
     def queued(self, group: str | None = None) -> list[CMLWorker]:
         """Return the wanted workers that are queued."""
-        return [worker for worker in self.wanted(group) if worker.phase is Phase.QUEUED]
+        return [worker for worker in self.wanted(group) if worker.waits_for is not None]
 
     @property
     def sessions(self) -> list[Session]:
@@ -590,7 +590,7 @@ class Workers:
         """
         connected, unknown = self.take_connected(), set()
         for session, name in self.unused.items():
-            if name not in connected and await self.claim(session, name) is None:
+            if not is_session_id(connected.get(name)) and await self.claim(session, name) is None:
                 unknown.add(session)
         return self.unused.keys() - unknown
 
@@ -610,19 +610,20 @@ class Workers:
         self.adopt(session, name, launch)
         return True
 
-    def take_connected(self) -> set[str]:
-        """Let every wanted worker be the session in which its Dask worker runs. Return their names.
+    def take_connected(self) -> dict[str, str]:
+        """Let every wanted worker be the session in which its Dask worker runs. Return what these say.
 
         If the answer to a launch is lost, the launch is repeated. The first session may take the name, and
         the worker be that of the second answer.
         """
         said = said_by_workers(self._cluster).values()
-        sessions = {about.get("name"): str(about.get("session") or "") for about in said}
-        taken = {name for name, session in sessions.items() if name and is_session_id(session)}
+        sessions = {about.get("name", ""): str(about.get("session") or "") for about in said}
+        known = {worker.name: worker.session_id for worker in self.workers()}
         unanswered = self.launching - self._cluster.workers.keys()
-        for name in (taken & self._cluster.worker_spec.keys()) - unanswered:
-            self.adopt(sessions[name], name)
-        return taken
+        for name, session in sessions.items() - known.items():
+            if name in self._cluster.worker_spec and name not in unanswered and is_session_id(session):
+                self.adopt(session, name)
+        return sessions
 
     async def take_started(self, workers: Iterable[CMLWorker], listing: Mapping[str, SessionInfo]) -> None:
         """Let workers whose sessions have exited be the sessions that took their names, if these run."""

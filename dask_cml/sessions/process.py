@@ -7,7 +7,7 @@ import contextlib
 import enum
 import json
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -128,13 +128,9 @@ class Session:
         """Time for which it has been queued, in seconds. None if it is not queued."""
         return self.age if self.waits else None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the session for a message."""
-        return {**vars(self), "size": vars(self.size), "since": self.since.timestamp()}
-
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Session:
-        """Return the session in a message."""
+        """Return the session in a message, see :meth:`CMLProcess.to_json`."""
         since = datetime.fromtimestamp(content["since"], timezone.utc)
         return cls(**{**content, "since": since, "size": SessionSize(**content["size"])})
 
@@ -250,22 +246,23 @@ class CMLProcess(ProcessInterface):
     @property
     def session(self) -> Session | None:
         """The session by its last known state. None before the launch."""
-        if (session_id := self.session_id) is None:
-            return None
-        status = "stopped" if self.status == Status.closed else self.info.get("status", "launched")
-        return Session(
-            id=session_id,
-            role=self.role,
-            name=self.name,
-            status=status,
-            address=self.ip_address,
-            app_url=self.info.get("app_url"),
-            since=self.since,
-            size=self.plan.size,
-            owner=self.owner,
-            waits=self.waits_for is not None,
-            group=self.group,
-        )
+        return None if self.session_id is None else Session.from_json(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return :attr:`session`, which was launched, for a message."""
+        return {
+            "id": self.session_id,
+            "role": self.role,
+            "name": self.name,
+            "status": "stopped" if self.status == Status.closed else self.info.get("status", "launched"),
+            "address": self.ip_address,
+            "app_url": self.info.get("app_url"),
+            "since": self.since.timestamp(),
+            "size": vars(self.plan.size),
+            "owner": self.owner,
+            "waits": self.waits_for is not None,
+            "group": self.group,
+        }
 
     @property
     def reported(self) -> str:
@@ -286,16 +283,17 @@ class CMLProcess(ProcessInterface):
     @property
     def phase(self) -> Phase:
         """How far the session is, by the platform's last list."""
-        if self.info.get("id") is None:
+        status = self.info.get("status")
+        if self.session_id is None:
             return Phase.PLANNED
         if self.has_ended or self.status == Status.closed:
             return Phase.ENDED
-        if self.info.get("status") == UNLISTED:
+        if status == UNLISTED:
             return Phase.MISSING
-        if self.waits_for is not None:
+        if status == "scheduling" and self.waits_for is not None:
             return Phase.QUEUED
         # The platform may not list an adopted session to this process.
-        runs = self.adopted or (self.info.get("status") == "running" and self.ip_address is not None)
+        runs = self.adopted or (status == "running" and self.ip_address is not None)
         return Phase.RUNNING if runs else Phase.LAUNCHED
 
     @property
@@ -353,8 +351,7 @@ class CMLProcess(ProcessInterface):
             self._missing_since = time.monotonic()
         elif time.monotonic() - self._missing_since > timing.unlisted and not has_ended(self.info):
             self.info = {**self.info, "status": UNLISTED}
-        if not listed.items() <= self.info.items():
-            self.info = {**self.info, **listed}
+        self.info = {**self.info, **listed}
         if self.adopted and not self.is_listed:
             created = time_of(listed, "created_at")
             if created is not None:
@@ -616,7 +613,7 @@ class CMLWorker(CMLProcess):
         """Seconds since all its Dask workers were connected at once, for the first time."""
         return 0.0 if self.arrived_at is None else time.monotonic() - self.arrived_at
 
-    def note_connected(self, connected: Set[str], gone_for: Mapping[str, float] | None = None) -> bool:
+    def note_connected(self, connected: set[str], gone_for: Mapping[str, float] | None = None) -> bool:
         """Note which of its Dask workers are connected now. Return whether all are, for the first time.
 
         Parameters
@@ -627,17 +624,17 @@ class CMLWorker(CMLProcess):
             For how long Dask workers have been gone that were connected before this process managed them, by
             their names, in seconds.
         """
-        present, gone_for = connected & {*self.dask_names}, gone_for or {}
-        self.seen |= present | (gone_for.keys() & {*self.dask_names})
+        names, gone_for = {*self.dask_names}, gone_for or {}
+        gone = names - connected
+        self.seen |= (names - gone) | (gone_for.keys() & gone)
         # The platform may not list it here, or its list may be older.
-        self.begin(time.time() if present else None)
-        has_arrived = self.arrived_at is None and len(present) == len(self.dask_names)
+        self.begin(time.time() if gone != names else None)
+        has_arrived = self.arrived_at is None and not gone
         if has_arrived:
             self.arrived_at = time.monotonic()
-        if len(present) == len(self.dask_names) or len(self.seen) < len(self.dask_names):
+        if not gone or len(self.seen) < len(names):
             self._gone_since = None
         elif self._gone_since is None:
-            gone = {*self.dask_names} - present
             self._gone_since = time.monotonic() - max(gone_for.get(name, 0.0) for name in gone)
         return has_arrived
 

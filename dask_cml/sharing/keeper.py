@@ -281,7 +281,7 @@ class Keeper:
         cluster, processes, view = self._cluster, self._cluster.processes, self._cluster.look.view
         app_url = None if cluster.scheduler is None else cluster.scheduler.info.get("app_url")
         return Report(
-            sessions=[session.to_json() for session in processes.sessions],
+            sessions=[process.to_json() for process in processes.launched],
             taken=self.taken,
             groups=cluster.groups.described,
             wanted=cluster.groups.wanted(),
@@ -297,8 +297,8 @@ class Keeper:
 
     def _is_barred(self, view: View) -> bool:
         """Return whether the platform refuses all launches of this process, and not because of a quota."""
-        has_launched = not all(worker.adopted for worker in self._cluster.processes.workers())
-        return any("quota" not in words.lower() for words in view.shortages.values()) and not has_launched
+        is_refused = any("quota" not in words.lower() for words in view.shortages.values())
+        return is_refused and all(worker.adopted for worker in self._cluster.processes.workers())
 
     async def publish(self, *, leaves: bool = False) -> None:
         """Report what this process knows and wants, as far as it has changed. Log errors.
