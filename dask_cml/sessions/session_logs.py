@@ -81,26 +81,22 @@ class SessionLogs:
     """
 
     def __init__(self, cluster: str, folder: Path) -> None:
-        self._own = folder / (OWN_LOG + LOG_SUFFIX)
-        self._scheduler = folder / f"{cluster}-scheduler{LOG_SUFFIX}"
+        self._folder = folder
+        self._headings = {OWN_LOG: CLUSTER, f"{cluster}-scheduler": SCHEDULER}
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
 
     def paths(self) -> dict[str, Path]:
         """Return the paths of the logs: the cluster's own, the scheduler's, the workers' as launched."""
         try:
-            files = os.listdir(self._scheduler.parent)
+            files = os.listdir(self._folder)
         except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have this path
             files = []
-        first = {CLUSTER: self._own, SCHEDULER: self._scheduler}
-        paths = {name: path for name, path in first.items() if path.name in files}
         # A subclass may name workers as it likes, but nothing else writes logs into this folder.
-        others = {file for file in files if file.endswith(LOG_SUFFIX)} - {
-            path.name for path in first.values()
-        }
-        for session in sorted((file.removesuffix(LOG_SUFFIX) for file in others), key=_in_words):
-            paths[session] = self._scheduler.with_name(session + LOG_SUFFIX)
-        return paths
+        logs = {file.removesuffix(LOG_SUFFIX) for file in files if file.endswith(LOG_SUFFIX)}
+        first = [log for log in self._headings if log in logs]
+        workers = sorted(logs - self._headings.keys(), key=_in_words)
+        return {self._headings.get(log, log): self._folder / (log + LOG_SUFFIX) for log in first + workers}
 
     def choose(self, workers: Iterable[str], launched: Iterable[str] = ()) -> list[str]:
         """Return the names of the sessions in which these workers run or ran, and whose logs they share.
