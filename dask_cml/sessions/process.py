@@ -267,7 +267,7 @@ class CMLProcess(ProcessInterface):
     @property
     def reported(self) -> str:
         """What the platform says of the session: its reason in one line or, without one, the status."""
-        return self.reason or " ".join(str(self.info.get("status") or "unknown").split())
+        return self.reason or self.info.get("status", "unknown")
 
     @property
     def reason(self) -> str:

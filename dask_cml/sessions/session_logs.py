@@ -123,9 +123,7 @@ class SessionLogs:
             chosen[session] = None
         return [*chosen]
 
-    def read(
-        self, scheduler: bool = True, workers: bool | Iterable[str] = True, launched: Iterable[str] = ()
-    ) -> dict[str, list[str]]:
+    def read(self, scheduler: bool, workers: bool | list[str], launched: list[str]) -> dict[str, list[str]]:
         """Return the lines of the scheduler's log and of the workers' logs, by session."""
         chosen = [SCHEDULER] if scheduler else []
         if workers is True:
