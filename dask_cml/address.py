@@ -26,7 +26,7 @@ from dask_cml.options import state_directory
 from dask_cml.output import get_logger
 from dask_cml.protocol import END, LINES
 from dask_cml.records import liveness, store
-from dask_cml.records.history import why_ended
+from dask_cml.records.history import find_ended
 from dask_cml.records.store import SCHEME, Record
 from dask_cml.sessions import here, tls
 from dask_cml.words import command
@@ -261,8 +261,8 @@ async def _ensure_connected(client: Client, timeout: float | None = None) -> Non
             await _dask_ensure_connected(client, min(time_left, RECONNECT_TIMEOUT))
             return
         except NoSuchCluster as error:
-            end = await _in_thread(why_ended, _records[location].id)
-            _log_end(client, name, end or str(error))
+            ended = await _in_thread(find_ended, _records[location].id)
+            _log_end(client, name, str(error) if ended is None else ended.why)
             raise ClusterEnded(str(error)) from error
         except (OSError, asyncio.TimeoutError):
             await asyncio.sleep(_RETRY)

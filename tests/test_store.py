@@ -167,23 +167,23 @@ def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher
 ):
     record = new_record("a")
     claim(record)
-    write_entries, listdir, removed, written = store.write_entries, os.listdir, [], []
+    check, listdir, removed, checked = store._check_exists, os.listdir, [], []
 
-    def during(*arguments):
-        if step == "first listing":
+    def during(record):
+        if step == "made" and checked:
             removed.append(remove(record))
-        write_entries(*arguments)
-        written.append(arguments)
-        if step == "made":
+        check(record)
+        checked.append(record)
+        if step == "first listing":
             removed.append(remove(record))
 
     def after(path):
-        if path == record.folder and step == "last look" and written and not removed:
+        if path == record.folder and step == "last look" and checked and not removed:
             removed.append({})
             removed[0] = remove(record)
         return listdir(path)
 
-    monkeypatch.setattr(store, "write_entries", during)
+    monkeypatch.setattr(store, "_check_exists", during)
     monkeypatch.setattr(os, "listdir", after)
     with pytest.raises(NoSuchCluster):  # so who has launched it, stops it
         launch(record, "session-1")

@@ -100,10 +100,6 @@ class SessionHours:
         return SessionHours(**sums, lost=dict(Counter(self.lost) + Counter(other.lost)))
 
 
-def _lost(used: SessionHours) -> str:
-    return ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
-
-
 #: The columns of a table of usages, and their cells.
 _COLUMNS: dict[str, Callable[[SessionHours], str]] = {
     "sessions": lambda used: str(used.sessions),
@@ -112,7 +108,7 @@ _COLUMNS: dict[str, Callable[[SessionHours], str]] = {
     "GiB hours": lambda used: f"{used.gib_hours:.2f}",
     "GPU hours": lambda used: f"{used.gpu_hours:.2f}",
     "cost": lambda used: f"{used.cost:.2f}",
-    "lost": _lost,
+    "lost": lambda used: ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-",
 }
 
 
@@ -438,12 +434,6 @@ def _forget(folder: Path, keep: int, oldest: float) -> None:
 def find_ended(record_id: str) -> EndedCluster | None:
     """Return a cluster that has ended, by the id of its record. None: the history does not have it."""
     return next((cluster for cluster in ended_clusters() if cluster.id == record_id), None)
-
-
-def why_ended(record_id: str) -> str | None:
-    """Return why a cluster has ended, by the id of its record. None: the history does not have it. Blocks."""
-    ended = find_ended(record_id)
-    return ended.why if ended is not None else None
 
 
 def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:

@@ -281,7 +281,7 @@ class SchedulerState:
     posted: Mapping[str, _Count] = field(default_factory=dict)
     maker: Maker | None = None
     activity: Mapping[str, Any] = field(default_factory=dict)
-    workers: Present = field(default_factory=lambda: Present())
+    workers: Present = field(default_factory=Present)
 
     @classmethod
     def from_json(cls, number: int, text: str | bytes) -> SchedulerState:
@@ -569,30 +569,6 @@ def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | 
     return replace(min(launches, key=_order), **end) if launches else None
 
 
-def write_entries(launched: Iterable[Launch], ends: Iterable[str], folder: Path) -> None:
-    """Create files of a cluster's sessions, unless they exist.
-
-    Parameters
-    ----------
-    launched : iterable of Launch
-        New sessions.
-    ends : iterable of str
-        The names of files from :func:`end_file`.
-    folder : Path
-        The cluster's folder, which has the cluster's name.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the folder was removed. It does not come back.
-    """
-    sessions = folder / SESSIONS_FOLDER
-    # Nobody reads the end of a session that is not in the record, such as the engine of a refused launch.
-    for name in (*(file_name(launch, folder.name) for launch in launched), *ends):
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-
-
 class RecordUnreadable(CMLError, OSError):
     """The record of a cluster cannot be read now. That is no proof that the cluster has ended.
 
@@ -680,8 +656,10 @@ def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[st
     ----------
     record : Record
         The cluster's record.
-    launched, ends
-        As in :func:`dask_cml.records.store.write_entries`.
+    launched : iterable of Launch
+        New sessions.
+    ends : iterable of str
+        The names of files from :func:`end_file`.
 
     Raises
     ------
@@ -690,8 +668,11 @@ def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[st
         sessions that it launched.
     """
     _check_exists(record)
-    with contextlib.suppress(FileNotFoundError):
-        write_entries(launched, ends, record.folder)
+    sessions = record.folder / SESSIONS_FOLDER
+    # Nobody reads the end of a session that is not in the record, such as the engine of a refused launch.
+    for name in (*(file_name(launch, record.name) for launch in launched), *ends):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # a removed folder does not come back
+            os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     _check_exists(record)  # a process that removes it meanwhile may have read its sessions before
 
 

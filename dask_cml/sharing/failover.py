@@ -16,7 +16,7 @@ from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank
 from dask_cml.records import liveness, store
-from dask_cml.records.history import why_ended
+from dask_cml.records.history import find_ended
 from dask_cml.records.store import Record, SchedulerState
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sharing.keeper import Keeper
@@ -140,9 +140,9 @@ class Failover:
         try:
             latest = await asyncio.to_thread(store.read_again, record)
         except NoSuchCluster:
-            ended = await asyncio.to_thread(why_ended, record.id)
+            ended = await asyncio.to_thread(find_ended, record.id)
             deleted = f"another process shut it down, or deleted its folder {record.folder}"
-            raise SchedulerLost(ended or why or deleted) from None
+            raise SchedulerLost(why or deleted if ended is None else ended.why) from None
         if latest.scheduler.closed is not None:
             raise SchedulerLost(latest.scheduler.closed)
         return latest
