@@ -250,8 +250,8 @@ def run(
     if gives_signs:
         _enter_end(cluster)
     shutil.rmtree(temporary, ignore_errors=True)
-    # It has no handler for the notice of its session's end before it has started, and after it has closed.
-    if process.returncode not in (0, -signal.SIGUSR1):
+    # It has no handlers for its end before it has started, and after it has closed.
+    if process.returncode not in (0, -signal.SIGUSR1, -signal.SIGINT):
         found = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.py"))
         lines = output.end.decode(errors="replace").splitlines()[-_LINES:]
         print(*map(found["printable"], lines), sep="\n", flush=True)

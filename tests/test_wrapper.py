@@ -391,16 +391,15 @@ def test_the_last_lines_are_printable_and_few(tmp_path, write):
     assert last_lines(tmp_path / "mine-0.log", 15) == ["two"]
 
 
-def test_what_a_failed_program_has_printed_steers_no_console(tmp_path):
-    """CML shows what a session prints in the console of the session that launched it."""
-    command = [sys.executable, "-c", f"print('last words {STEERING}'); exit(1)"]
-    session = {"command": command, "log": str(tmp_path / "log"), "program": "it", "folder": str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", session_code("It", session)], capture_output=True, text=True, timeout=240
-    )
-    words, _ = ran.stdout.splitlines()
-    assert words == f"last words {printable(STEERING)}"
-    assert "exit status 1" in ran.stderr
+@pytest.mark.parametrize(("end", "n_lines"), [("exit(1)", 1), ("os.kill(os.getpid(), 2)", 0)])
+def test_what_a_failed_program_has_printed_steers_no_console(tmp_path, end, n_lines):
+    """CML shows what a session prints in the console of the session that launched it. A late end is none."""
+    code = f"import os, signal; signal.signal(2, signal.SIG_DFL); print('last words {STEERING}'); {end}"
+    session = {"log": str(tmp_path / "log"), "program": "it", "folder": str(tmp_path)}
+    code = session_code("It", {**session, "command": [sys.executable, "-uc", code]})
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert ran.stdout.splitlines()[:1] == [f"last words {printable(STEERING)}"] * n_lines
+    assert ("exit status 1" in ran.stderr, "Traceback" in ran.stderr) == (bool(n_lines), bool(n_lines))
 
 
 def test_warnings_have_the_lines_that_belong_to_them():
