@@ -32,6 +32,8 @@ class Timing:
         Pause before a scheduler that did not answer is asked again.
     look, starting_look : float
         Time between two looks of the keeper at its sessions, and while some of them start.
+    rest : float
+        The longest time by which a look at many sessions delays the next one.
     pause, restart : float
         Time for which a Dask worker must be paused until the user is told, and for which the user is told
         that one was restarted.
@@ -80,6 +82,7 @@ class Timing:
     retry: float = 1.0
     look: float = 3.0
     starting_look: float = 1.0
+    rest: float = 2.0
     pause: float = 5.0
     restart: float = 60.0
     idle: float = 10.0

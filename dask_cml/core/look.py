@@ -26,6 +26,8 @@ from dask_cml.words import command
 
 logger = get_logger(__name__)
 
+#: A look at so many workers lets the next one come a second later.
+_LOOKED_AT = 600
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
 #: The causes of a session's end that are no failures.
@@ -81,6 +83,7 @@ class Look:
                 await self._look()
                 if any(worker.phase is Phase.LAUNCHED for worker in self._processes.wanted()):
                     interval = timing.starting_look
+                interval += min(len(self._cluster.workers) / _LOOKED_AT, timing.rest)
                 interval = min(interval, self._processes.pause)
                 self._failure = None
             except Exception as error:  # a programming error, or of a subclass
