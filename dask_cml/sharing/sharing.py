@@ -255,7 +255,8 @@ class Sharing:
         """Connect to the scheduler that this process has launched."""
         await self._join_within(self._cluster.options.scheduler_timeout, address)
         if self.link.board.keeper == self.link.id:
-            await self._subscribe()
+            with self._noted("reached"):  # or at the next look at the board
+                await self._subscribe()
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
