@@ -216,7 +216,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "threads": sum(worker.nthreads for worker in workers),
             "memory": sum(worker.memory_limit for worker in workers),
             "problem": self._board.report.get("problem") or self._problem,
-            "idle_since": None if self._idle is None else round(time.time() - self._idle),
+            "idle_since": None if self._idle is None else round(self._file.now() - self._idle),
         }
 
     @property
@@ -729,6 +729,12 @@ class StateFile:
         self._board, self._file = folder / board_file(number), folder / scheduler_file(number)
         #: The file with which the scheduler began. Another cluster of this name has another file.
         self._begun: bytes | None = None
+        #: By how many seconds the file system's clock is ahead. Other machines see ages by it.
+        self._ahead = 0
+
+    def now(self) -> float:
+        """Return the time by the file system's clock, in seconds since 1970."""
+        return time.time() + self._ahead
 
     def begin(self) -> Mapping[str, Any]:
         """Return what the process that launched this scheduler has written for it. Blocks.
@@ -754,6 +760,7 @@ class StateFile:
         if self._begun is not None and read_file(self._board) != self._begun:
             raise FileExistsError("another cluster has its name")
         write_file(self._file, json.dumps(content).encode())
+        self._ahead = round(self._file.stat().st_mtime - time.time())
 
 
 async def unless_stale(action: Callable[[], T]) -> T:
