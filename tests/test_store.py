@@ -53,18 +53,7 @@ from dask_cml.private_files import NotPrivate, append, make_folder, read_file, w
 from dask_cml.protocol import WantedGroup
 from dask_cml.records import operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
-from dask_cml.records.store import (
-    VERSION,
-    Maker,
-    Record,
-    SchedulerState,
-    end_file,
-    has_ended,
-    read,
-    records,
-    remove,
-    write_sessions,
-)
+from dask_cml.records.store import Maker, Record, SchedulerState, read, records, remove, write_sessions
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.sessions.entry import Launch, file_name, form, parse
 from dask_cml.words import printable
@@ -138,7 +127,7 @@ def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
         with ThreadPoolExecutor(8) as pool:
             got = [r for r, folder in zip(rivals, pool.map(take, rivals), strict=True) if folder]
         # Of two that got it one after the other, the first one finds its record gone, and stops its sessions.
-        assert [read("a")] == [record for record in got if not has_ended(record)]
+        assert [read("a")] == [record for record in got if not store.has_ended(record)]
         assert sorted(os.listdir(state / "a")) == FILES
         remove(read("a"))
 
@@ -214,7 +203,7 @@ def damages(good):
     yield b"[" * 100_000, "recursion"
     yield b"[1]", "Expected `object`, got `array`"
     yield b'{"address": "tcp://x"}', "not the record"
-    yield {**good, "version": VERSION + 1}, f"in format {VERSION + 1}: upgrade"
+    yield {**good, "version": store.VERSION + 1}, f"in format {store.VERSION + 1}: upgrade"
     yield {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield {key: good[key] for key in good if key != "maker"}, "lacks maker"
     for created in "2030-01-01T00:00:00", "yesterday":
@@ -270,7 +259,7 @@ def test_what_was_replaced_or_not_found_for_a_moment_is_read_again_and_has_ended
     for function, errors, act in (
         ("read_file", [OSError(errno.ESTALE, "Stale file handle")] * 3, lambda: read("a").id == record.id),
         # NFS may remember for a moment that something did not exist, which its parent lists.
-        ("check_folder", [FileNotFoundError(errno.ENOENT, "No such")] * 2, lambda: not has_ended(record)),
+        ("check_folder", [FileNotFoundError(errno.ENOENT, "No")] * 2, lambda: not store.has_ended(record)),
     ):
         original = getattr(store, function)
 
@@ -288,7 +277,7 @@ def test_a_record_that_others_can_write_is_unreadable_and_no_ended_cluster(state
     record = new_record("a")
     claim(record)
     state.chmod(state.stat().st_mode | stat.S_IWGRP)
-    assert not has_ended(record)
+    assert not store.has_ended(record)
     assert store.refreshed(record) == record
     for again in lambda: read("a"), lambda: store.read_again(record):
         with pytest.raises(store.RecordUnreadable, match=r"^cannot read the record in /.*: run `chmod"):
@@ -309,7 +298,7 @@ def test_a_file_system_that_does_not_answer_has_ended_no_cluster(state, monkeypa
     for function in "check_folder", "read_file":
         for error in errno.ESTALE, errno.EACCES, errno.EIO:
             monkeypatch.setattr(store, function, Mock(side_effect=OSError(error, os.strerror(error))))
-            assert not has_ended(record)
+            assert not store.has_ended(record)
             for act in lambda: store.read_again(record), lambda: launch(record, "session-1"):
                 with pytest.raises(store.RecordUnreadable, match=os.strerror(error)):
                     act()
@@ -481,7 +470,7 @@ def test_an_ended_session_keeps_its_last_known_state(state):
     (state / "a" / SESSIONS_FOLDER / "stray").touch()
     assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 80)}
     # The session itself says when, and the keeper why.
-    write_sessions(record, [], [end_file("session-1", LAUNCHED + 95, "out of memory")])
+    write_sessions(record, [], [store.end_file("session-1", LAUNCHED + 95, "out of memory")])
     assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 80, cause="out of memory")}
     assert remove(record) == {}
 
