@@ -227,7 +227,7 @@ class Simulation:
     """
 
     name = "mine"
-    sharing = SimpleNamespace(keeps=True, is_keeper=True)
+    keeps, sharing = True, SimpleNamespace(is_keeper=True)
 
     def __init__(self, start, task=1.0, *, is_known=False, n_workers=0, **options):
         self.now, self.start, self.task, self.is_known = 0.0, start, task, is_known

@@ -241,7 +241,9 @@ class WorkersAPI:
 
     def _ask_for(self, plan: SessionPlan) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
-        options = {**asdict(plan.size), **resolved(plan.launch_options)}
+        options = {**asdict(plan.size), **plan.launch_options}
+        if not PARAMETERS.keys().isdisjoint(options):  # it names a kind of GPU or a network
+            options = resolved(options)
         # Not every release documents it, or has it.
         if "name" in inspect.signature(self.module.launch_workers).parameters:
             options["name"] = plan.title
