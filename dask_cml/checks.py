@@ -351,7 +351,8 @@ def command_line(argument: str, value: Any, refused: Refused) -> tuple[str, ...]
         option = word.split("=")[0]
         _refuse(argument, option, option, refused)
         if option.startswith("-") and option.split() != [option]:
-            raise ValueError(f"invalid {argument}[{i}]: expected an option and its value as two strings")
+            two = f'an option and its value as two strings, "{option.split()[0]}", "…"'
+            raise ValueError(f"invalid {argument}[{i}]: expected {two}")
     return words
 
 
