@@ -273,11 +273,13 @@ async def test_a_scheduler_is_replaced_soon_whose_session_ends_after_its_connect
         it.sessions.processes[session].kill()
         await asyncio.sleep(1.0)
         it.platform.evict(session)
-        with mock.patch.object(Cluster, "_start", side_effect=OSError):  # it breaks once more
+        with mock.patch.object(
+            Cluster, "_sync_cluster_info", mock.Mock(side_effect=OSError)
+        ):  # it breaks again
             await eventually(lambda: scheduler_number(cluster) == 1, 6.0)
             await eventually(lambda: is_connected(cluster) and "lab-1" in it.platform.running)
         it.platform.evict(it.platform.running["lab-1"])
-        await eventually(lambda: "lab-2" in it.platform.running)
+        await eventually(lambda: "lab-2" in it.platform.running and cluster._sync_cluster_info_task)
 
 
 @simulated
@@ -421,6 +423,10 @@ async def test_a_next_scheduler_that_answers_late_is_not_replaced(it, monkeypatc
         await eventually(lambda: is_connected(cluster) and arrived(cluster) == 1)
         assert store.read("mine").scheduler.number == scheduler_number(cluster) == 1
         assert is_keeper(cluster)
+        it.platform.lose("launch_workers", KeyError("engineId"))
+        it.platform.evict(it.platform.running["mine-scheduler"])
+        await eventually(lambda: scheduler_number(cluster) > 1 and is_connected(cluster))
+        assert scheduler_number(cluster) == 2
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dask_cml import protocol
 from dask_cml.core.start import start
-from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, SchedulerTimeout
+from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, SessionFailed
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank
@@ -193,7 +193,8 @@ class Failover:
                 except Exception as error:  # the platform's library may raise anything
                     why = str(error) if isinstance(error, CMLError) else repr(error)
                     logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
-                    unreached = isinstance(error, SchedulerTimeout)  # it may answer later
+                    # It may answer later, also if only the platform's answer to its launch was lost.
+                    unreached = cluster.place.number > number and not isinstance(error, SessionFailed)
                     if isinstance(error, LaunchRefused):
                         refused = refused or time.monotonic()
                         not_launched = time.monotonic() - refused < cluster.options.pending_timeout
