@@ -327,7 +327,11 @@ class Sharing:
         The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
         """
         await self.unsubscribe()
-        await within(timing.answer, Cluster._start(self._cluster))
+        try:
+            await within(timing.answer, Cluster._start(self._cluster))
+        except BaseException:  # perhaps after it has begun to follow them
+            await self.unsubscribe()
+            raise
         self._cluster.scheduler_info = SchedulerInfo(with_numbers(self._cluster.scheduler_info))
         self._note_running()  # Cluster._start says so of an object that is closing, too
 
