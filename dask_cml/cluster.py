@@ -2,7 +2,7 @@
 
 To see how ``scale(3)`` works, read :meth:`CMLCluster.scale`, which changes ``worker_spec``,
 :meth:`CMLCluster._step`, which retires, stops and launches, and ``Workers.launch``.
-Once a second, the :class:`~dask_cml.core.look.Look` replaces lost workers in that dict, and takes a step.
+Again and again, the :class:`~dask_cml.core.look.Look` replaces lost workers in that dict, and takes a step.
 """
 
 from __future__ import annotations

@@ -67,11 +67,6 @@ def lead_to(running, name):
     write_scheduler(dataclasses.replace(record, scheduler=found), state_directory() / name)
 
 
-async def connected_to(address):
-    async with rpc(address) as there:
-        return (await asyncio.wait_for(there.identity(), 60))["id"]
-
-
 @pytest.mark.images
 async def test_the_link_to_the_dashboard_is_the_clusters(cluster, holds):
     async with (
@@ -159,8 +154,9 @@ async def test_a_peer_that_accepts_and_never_answers_ends_a_connection_in_time(m
         with pytest.raises(OSError, match=reason) as client:
             await asyncio.wait_for(Client("cml://mute", asynchronous=True), 60)
         assert (other in chain(client.value)) == (user == "ben")
-    with pytest.raises(OSError, match=reason):
-        await asyncio.wait_for(connected_to("cml://mute"), 60)
+    async with rpc("cml://mute") as there:
+        with pytest.raises(OSError, match=reason):
+            await asyncio.wait_for(there.identity(), 60)
 
 
 async def test_a_client_waits_for_no_cluster_whose_creator_died_early_nor_while_the_program_exits(platform):

@@ -122,10 +122,6 @@ def small(monkeypatch):
     monkeypatch.setattr(wrapper, "_KEPT_OF_LOG", KEPT)
 
 
-def numbered(n, begin=0):
-    return [f"line {i:06d}" for i in range(begin, begin + n)]
-
-
 def print_lines(path, lines):
     """Let a program print lines."""
     log = wrapper.Log(str(path))
@@ -135,7 +131,7 @@ def print_lines(path, lines):
 
 
 def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path, small):
-    path, lines = tmp_path / "log", numbered(10_000)
+    path, lines = tmp_path / "log", [f"line {i:06d}" for i in range(10_000)]
     sizes = set()
     for i in range(0, len(lines), 100):
         print_lines(path, lines[i : i + 100])  # also by a later session with this name

@@ -259,8 +259,9 @@ class Look:
 
     def _note_states(self) -> None:
         """Tell other processes which sessions have been queued, and which run, since the last call."""
-        # One that runs never waits again.
-        for worker in [worker for worker in self._processes.wanted() if worker.told is not Phase.RUNNING]:
+        for worker in self._processes.wanted():
+            if worker.seen and worker.told is Phase.RUNNING:  # it never waits again
+                continue
             phase = worker.phase
             if phase in _EVENTS and phase is not worker.told:
                 worker.told = phase

@@ -760,7 +760,8 @@ class StateFile:
         if self._begun is not None and read_file(self._board) != self._begun:
             raise FileExistsError("another cluster has its name")
         write_file(self._file, json.dumps(content).encode())
-        self._ahead = round(self._file.stat().st_mtime - time.time())
+        with contextlib.suppress(OSError):  # it is written even so
+            self._ahead = round(self._file.stat().st_mtime - time.time())
 
 
 async def unless_stale(action: Callable[[], T]) -> T:

@@ -50,7 +50,9 @@ class Episode:
         self.schedule, self.world, self.platform = schedule, world, world.platform
         self.actors: dict[str, Actor] = {}
         self.commands = 0
-        self._may_only_notebooks_launch = False
+        #: Whether a session that was launched itself may launch others. None: it has not tried.
+        self._may_launched_launch: bool | None = None
+        self.platform.may_launch = self._may_launch
         self.outcome = Outcome()
         self.log = CapturedLog(self.outcome.story)
         self._later: list[asyncio.Task[None]] = []
@@ -279,9 +281,16 @@ class Episode:
             process.pause(seconds)
 
     def _forbid_launches(self) -> None:
-        """Let no session launch others that was launched itself, from now on."""
-        self._may_only_notebooks_launch = True
-        self.platform.may_launch = lambda caller: caller not in self.platform.all
+        """Let no session launch others that was launched itself, unless one already has."""
+        if self._may_launched_launch is None:
+            self._may_launched_launch = False
+
+    def _may_launch(self, caller: str) -> bool:
+        if caller not in self.platform.all:
+            return True
+        if self._may_launched_launch is None:
+            self._may_launched_launch = True
+        return self._may_launched_launch
 
     def _outage(self, seconds: float, refuses: bool) -> None:
         """Let the platform answer nobody, and break the network of all users."""
@@ -421,7 +430,7 @@ class Episode:
         record = self.record()
         if record is None:
             return
-        if self._may_only_notebooks_launch and self._keeper() is None:
+        if self._may_launched_launch is False and self._keeper() is None:
             await self._connect_another()  # no command launches anything
         wanted, asker = await self._ask_for_the_last()
         wrong: list[str] = []
