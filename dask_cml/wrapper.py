@@ -504,7 +504,9 @@ def _wait_for_scheduler(process: subprocess.Popen[bytes], deadline: float, clust
             return
         # While the session waits, one look costs one list of the folder.
         is_doubtful = names is None or is_met or cluster.next_board in names
-        if is_late or (is_doubtful and _why_over(cluster) is not None):
+        if is_late:
+            process.kill()  # which is a failure, as an interrupt is not
+        elif is_doubtful and _why_over(cluster) is not None:
             _end(process)
         time.sleep(_STATE_INTERVAL if is_met else _POLL_INTERVAL)
 
