@@ -106,12 +106,12 @@ async def test_a_takeover_that_fails_in_any_way_is_tried_again(server, monkeypat
 async def test_clusters_of_dead_and_silent_schedulers_are_described_by_their_records(server):
     maker, launches = Maker("elsewhere", 1, 1.0, "gone"), sessions(ssss="scheduler", wwww="day-0")
     dead = SchedulerState(address="tcp://127.0.0.1:1", closed="idle for 60 s")
-    write_record(Record("dead", maker=maker, scheduler=dead))
+    write_record(Record("dead", maker=maker, scheduler=dead, options={"idle_timeout": 60}))
     silent = SchedulerState(address="tls://127.0.0.1:1", session="ssss", app_url="javascript:alert(1)")
     keys = {"tls_ca_file": "/no/such/file"}
     write_record(Record("day", maker=maker, scheduler=silent, launches=launches, security=keys))
     os.utime(sign_of("day"), (LAUNCHED + 3600,) * 2)
-    await server.until("dead", lambda cluster: cluster["status"] == "stale")
+    assert (await server.until("dead", lambda cluster: cluster["status"] == "stale"))["ends"] == []
     [found] = (await server.get("/api/history"))["clusters"]
     assert (found["name"], found["why"]) == ("dead", "idle for 60 s")
     await server.until("day", lambda cluster: cluster["status"] == "not answering")

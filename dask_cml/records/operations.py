@@ -88,7 +88,7 @@ async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:
 def description(record: Record, finding: Finding) -> dict[str, Any]:
     """Describe a cluster by its record, see :func:`describe`."""
     present, waits = record.scheduler.workers, queued(record).values()
-    alive = finding.state is State.ALIVE
+    alive, over = finding.state is State.ALIVE, finding.state is State.DEAD
     numbers = {
         "workers": present.workers,
         "groups": {group: present.groups.get(group, 0) for group in record.groups},
@@ -106,8 +106,8 @@ def description(record: Record, finding: Finding) -> dict[str, Any]:
         "manager": record.manager if alive else None,
         "by": record.maker.user,
         "age": record.age,
-        "ends": record.ends,
-        "dashboard": record.dashboard_link,
+        "ends": [] if over else record.ends,
+        "dashboard": None if over else record.dashboard_link,
         "scheduler": record.scheduler.address,
         "waiting": len(waits),
         "waiting_for": max(waits, default=None),
