@@ -79,7 +79,14 @@ def html_of(cluster: Any, cluster_status: str, *, lists_sessions: bool) -> str:
     if "id" in info:
         # Templates of earlier releases count the listed workers.
         most = _MOST_WORKERS if "n_workers" in info else None
-        listed = {**info, "workers": dict(islice(info["workers"].items(), most))}
+        workers = [*info["workers"].values()]
+        listed = {  # Cluster._update_worker_status (cluster.py:240) keeps no sums
+            **info,
+            "workers": dict(islice(info["workers"].items(), most)),
+            "n_workers": len(workers),
+            "total_threads": sum(worker["nthreads"] for worker in workers),
+            "total_memory": sum(worker["memory_limit"] for worker in workers),
+        }
         scheduler_info = render("scheduler_info.html.j2", scheduler=listed, **listed)
     sessions = session_rows(cluster) if lists_sessions else {"cluster": cluster}
     rows = render("cml_sessions.html.j2", description=describe(cluster), **sessions)

@@ -1,6 +1,7 @@
 """Clusters that another process keeps: what a remote shows, and what it does if nobody answers."""
 
 import asyncio
+import re
 
 import pytest
 from clusters import (
@@ -101,17 +102,17 @@ async def test_neither_a_memory_limit_that_is_no_number_nor_an_odd_url_spoils_a_
 
     of_dask = WorkerState.identity
     monkeypatch.setattr(WorkerState, "identity", identity)
-    async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as remote:
+    async with simulate(name="lab", n_workers=3) as cluster, rebuild("lab") as remote:
         it.platform.set(cluster.sessions[0].id, app_url="javascript:alert(1)")
-        for n in 1, 2:  # at first, and as news
+        for n in 3, 2:  # at first, and as news
             await cluster.scale(n)
             await eventually(lambda n=n: arrived(cluster) == arrived(remote) == n)
             for shown in cluster, remote:
                 assert f"workers={n}, threads={n}" in repr(shown)
-                assert "Total memory" in shown._repr_html_()
+                assert {*re.findall(r"Total threads:</strong>\s+(\d+)", shown._repr_html_())} == {str(n)}
                 # So does the sidebar.
                 assert sum(worker["memory_limit"] for worker in shown.scheduler_info["workers"].values()) == 0
-        await eventually(lambda: [session.name for session in remote.sessions][1:] == ["lab-0", "lab-1"])
+        await eventually(lambda: {session.name for session in remote.sessions[1:]} == {*cluster.worker_spec})
         await eventually(lambda: "running" in remote.sessions[2].status)
         assert remote.sessions[0].app_url is None
 
