@@ -730,7 +730,7 @@ class StateFile:
         #: The file with which the scheduler began. Another cluster of this name has another file.
         self._begun: bytes | None = None
         #: By how many seconds the file system's clock is ahead. Other machines see ages by it.
-        self._ahead = 0
+        self._ahead = 0.0
 
     def now(self) -> float:
         """Return the time by the file system's clock, in seconds since 1970."""
@@ -761,7 +761,9 @@ class StateFile:
             raise FileExistsError("another cluster has its name")
         write_file(self._file, json.dumps(content).encode())
         with contextlib.suppress(OSError):  # it is written even so
-            self._ahead = round(self._file.stat().st_mtime - time.time())
+            ahead = self._file.stat().st_mtime - time.time()
+            if abs(ahead - self._ahead) > 1:  # less would only make it write again
+                self._ahead = ahead
 
 
 async def unless_stale(action: Callable[[], T]) -> T:
