@@ -1009,7 +1009,7 @@ class CMLCluster(SpecCluster):
         deadline = math.inf if patience is None else time.monotonic() + patience
         n_running = 0
         while True:
-            if self.sharing.link.connected:
+            if self.sharing.is_connected:
                 limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
                 try:
                     answer = with_numbers(await self._ask_scheduler("identity", limit))
@@ -1027,7 +1027,7 @@ class CMLCluster(SpecCluster):
             self._check_running(f"{n_workers} workers not connected")
             self._check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
-                problem = self.problem if self.sharing.link.connected else "the scheduler does not answer"
+                problem = self.problem if self.sharing.is_connected else "the scheduler does not answer"
                 why = f": {problem}" if problem else ""
                 raise TimeoutError(f"Only {n_running}/{n_workers} workers arrived after {timeout}{why}")
             await asyncio.sleep(timing.collect)

@@ -160,7 +160,7 @@ def describe(cluster: Any) -> dict[str, str | None]:
     limits = {group: found for group in groups if (found := cluster.groups.limits(group))}
     bounds = {group: (found["minimum"], found["maximum"]) for group, found in limits.items()}
     scheduler = next((session for session in sessions if session.role == "scheduler"), None)
-    is_another = cluster.place.number and cluster.sharing.link.connected
+    is_another = cluster.place.number and cluster.sharing.is_connected
     return {
         "status": _status_words(cluster),
         "age": f"{board.age / 3600:.1f} of {round(board.most_age / 3600, 2):g} h" if board.most_age else "",
@@ -173,7 +173,7 @@ def describe(cluster: Any) -> dict[str, str | None]:
 
 
 def _status_words(cluster: Any) -> str:
-    if cluster.status == Status.running and not cluster.sharing.link.connected:
+    if cluster.status == Status.running and not cluster.sharing.is_connected:
         return "not connected to the scheduler"
     if cluster.status == Status.created:
         return "created" if cluster.starting is None else "starting"

@@ -122,7 +122,7 @@ def cut_off(cluster: Any, seconds: float = 0.0) -> Callable[[], None]:
 
 
 def is_connected(cluster: Any) -> bool:
-    return bool(cluster.sharing.link.connected)
+    return bool(cluster.sharing.is_connected)
 
 
 def scheduler_number(cluster: Any) -> int:

@@ -569,6 +569,14 @@ def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | 
     return replace(min(launches, key=_order), **end) if launches else None
 
 
+def write_entries(launched: Iterable[Launch], ends: Iterable[str], folder: Path) -> None:
+    """Create files of a cluster's sessions in its folder, unless they exist."""
+    # Nobody reads the end of a session that is not in the record, such as the engine of a refused launch.
+    for name in (*(file_name(launch, folder.name) for launch in launched), *ends):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # a removed folder does not come back
+            os.close(os.open(folder / SESSIONS_FOLDER / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+
+
 class RecordUnreadable(CMLError, OSError):
     """The record of a cluster cannot be read now. That is no proof that the cluster has ended.
 
@@ -668,11 +676,7 @@ def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[st
         sessions that it launched.
     """
     _check_exists(record)
-    sessions = record.folder / SESSIONS_FOLDER
-    # Nobody reads the end of a session that is not in the record, such as the engine of a refused launch.
-    for name in (*(file_name(launch, record.name) for launch in launched), *ends):
-        with contextlib.suppress(FileExistsError, FileNotFoundError):  # a removed folder does not come back
-            os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    write_entries(launched, ends, record.folder)
     _check_exists(record)  # a process that removes it meanwhile may have read its sessions before
 
 
