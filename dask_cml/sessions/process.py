@@ -246,7 +246,9 @@ class CMLProcess(ProcessInterface):
     @property
     def session(self) -> Session | None:
         """The session by its last known state. None before the launch."""
-        return None if self.session_id is None else Session.from_json(self.to_json())
+        if self.session_id is None:
+            return None
+        return Session(**{**self.to_json(), "since": self.since, "size": self.plan.size})
 
     def to_json(self) -> dict[str, Any]:
         """Return :attr:`session`, which was launched, for a message."""
