@@ -1158,7 +1158,7 @@ class CMLCluster(SpecCluster):
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return self.sharing.role.sessions
+        return [*self.sharing.role.sessions]
 
     @property
     def problem(self) -> str | None:

@@ -156,10 +156,10 @@ def describe(cluster: Any) -> dict[str, str | None]:
         groups that adapt (``adapts``), which are named if there are several. For how long it is ``idle``.
     """
     board = cluster.sharing.link.board
-    groups, sessions = cluster.groups.names, cluster.sessions
+    groups, n_pending = cluster.groups.names, cluster.n_pending
     limits = {group: found for group in groups if (found := cluster.groups.limits(group))}
     bounds = {group: (found["minimum"], found["maximum"]) for group, found in limits.items()}
-    scheduler = next((session for session in sessions if session.role == "scheduler"), None)
+    scheduler = next((found for found in cluster.sharing.role.sessions if found.role == "scheduler"), None)
     is_another = cluster.place.number and cluster.sharing.is_connected
     return {
         "status": _status_words(cluster),
@@ -168,7 +168,7 @@ def describe(cluster: Any) -> dict[str, str | None]:
         "adapts": adapting(bounds, groups),
         "idle": idle(cluster.sharing.link.idle, timing.idle),
         "scheduler": scheduler_words(scheduler.waits_for, is_another and scheduler.age) if scheduler else "",
-        "pending": pending(cluster.processes.waits(sessions), cluster.n_pending),
+        "pending": pending(cluster.processes.waits(cluster.sessions), n_pending) if n_pending else "",
     }
 
 

@@ -244,7 +244,7 @@ class Report(View):
     wanted : mapping of str to str
         The groups of the wanted workers by their names.
     sessions : sequence of mapping
-        The sessions, the scheduler's first, see ``CMLProcess.to_json``.
+        The sessions, the scheduler's first, see ``Session.to_json``.
     failures : mapping of str to int
         The failures in a row of groups, after which the next keeper goes on.
     ceilings : mapping of str to int

@@ -14,7 +14,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -333,9 +333,9 @@ class Workers:
         return [worker for worker in self.wanted(group) if worker.waits_for is not None]
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> Iterator[Session]:
         """The sessions that this process launches and stops, the scheduler's first."""
-        return [session for process in self.launched if (session := process.session) is not None]
+        return (session for process in self.launched if (session := process.session) is not None)
 
     def known(self, group: str) -> list[str]:
         """Return the names of a group's sessions, wanted or not, whichever process launches them."""
@@ -344,8 +344,7 @@ class Workers:
     def waits(self, sessions: Iterable[Session], group: str | None = None) -> list[float]:
         """Return for how long those of these sessions that are wanted and queued have waited, in seconds."""
         absent = {*self._cluster.groups.workers(group)} - self.arrived(group)
-        waits = [session.waits_for for session in sessions if session.name in absent]
-        return [seconds for seconds in waits if seconds is not None]
+        return [session.age for session in sessions if session.waits and session.name in absent]
 
     @property
     def unused(self) -> dict[str, str]:

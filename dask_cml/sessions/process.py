@@ -8,9 +8,9 @@ import enum
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
@@ -70,8 +70,7 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(NamedTuple):
     """A session of a cluster.
 
     Parameters
@@ -130,9 +129,13 @@ class Session:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Session:
-        """Return the session in a message, see :meth:`CMLProcess.to_json`."""
+        """Return the session in a message, see :meth:`to_json`."""
         since = datetime.fromtimestamp(content["since"], timezone.utc)
         return cls(**{**content, "since": since, "size": SessionSize(**content["size"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the session for a message."""
+        return {**self._asdict(), "since": self.since.timestamp(), "size": vars(self.size)}
 
 
 class CMLProcess(ProcessInterface):
@@ -248,23 +251,19 @@ class CMLProcess(ProcessInterface):
         """The session by its last known state. None before the launch."""
         if self.session_id is None:
             return None
-        return Session(**{**self.to_json(), "since": self.since, "size": self.plan.size})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return :attr:`session`, which was launched, for a message."""
-        return {
-            "id": self.session_id,
-            "role": self.role,
-            "name": self.name,
-            "status": "stopped" if self.status == Status.closed else self.info.get("status", "launched"),
-            "address": self.ip_address,
-            "app_url": self.info.get("app_url"),
-            "since": self.since.timestamp(),
-            "size": vars(self.plan.size),
-            "owner": self.owner,
-            "waits": self.waits_for is not None,
-            "group": self.group,
-        }
+        return Session(
+            self.session_id,
+            self.role,
+            self.name,
+            "stopped" if self.status == Status.closed else self.info.get("status", "launched"),
+            self.ip_address,
+            self.info.get("app_url"),
+            self.since,
+            self.plan.size,
+            self.owner,
+            self.waits_for is not None,
+            self.group,
+        )
 
     @property
     def reported(self) -> str:

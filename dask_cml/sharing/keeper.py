@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import count
@@ -226,7 +226,7 @@ class Keeper:
         return self.keeps and not self.journal.gone
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> Iterator[Session]:
         """The sessions that this process launches and stops, the scheduler's first."""
         return self._cluster.processes.sessions
 
@@ -281,7 +281,7 @@ class Keeper:
         cluster, processes, view = self._cluster, self._cluster.processes, self._cluster.look.view
         app_url = None if cluster.scheduler is None else cluster.scheduler.info.get("app_url")
         return Report(
-            sessions=[process.to_json() for process in processes.launched],
+            sessions=[session.to_json() for session in processes.sessions],
             taken=self.taken,
             groups=cluster.groups.described,
             wanted=cluster.groups.wanted(),
@@ -537,9 +537,9 @@ class Follower:
     # -- what is
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> Iterator[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return [Session.from_json(session) for session in self._report.sessions]
+        return map(Session.from_json, self._report.sessions)
 
     @property
     def view(self) -> View:
