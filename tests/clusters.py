@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from distributed import Scheduler
 from simulated.process import SimulatedProcess
@@ -357,17 +356,6 @@ def lose_first_answer(cluster: CMLCluster, *, is_taken: bool = True) -> None:
         raise SchedulerTimeout("no answer")
 
     link._post = post_in_vain
-
-
-@contextlib.contextmanager
-def without_route(cluster: CMLCluster) -> Iterator[None]:
-    """Let a process reach no other scheduler."""
-
-    async def fail(*_: Any) -> None:
-        raise OSError("no route to host")
-
-    with mock.patch.object(cluster.sharing.link, "join", fail):
-        yield
 
 
 def lose_answers(cluster: CMLCluster) -> None:

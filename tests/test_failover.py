@@ -23,13 +23,13 @@ from clusters import (
     create_elsewhere,
     create_in,
     cut_off,
+    delay_requests,
     folder_of,
     is_connected,
     is_keeper,
     lines_of,
     log_of,
     manager,
-    manages,
     observe,
     rebuild,
     scheduler_number,
@@ -40,7 +40,6 @@ from clusters import (
     supplied,
     target,
     until_written,
-    without_route,
 )
 from distributed import Client, Scheduler
 from distributed.core import Status
@@ -348,15 +347,16 @@ async def test_the_last_board_of_an_earlier_scheduler_is_not_taken_for_that_of_t
         for n in [2, 1] * 10:  # many changes
             await remote.scale(n)
             await asyncio.sleep(1.0)
-        with without_route(remote):
-            await lose_scheduler(it.platform, eventually)
-            await eventually(lambda: scheduler_number(remote) == 1 and arrived(keeper) == 1)
-            await creator.start(scale_up())
-            await eventually(lambda: arrived(keeper) == 3)
-            await until_written(keeper)
-            creator.kill()
-            it.platform.evict(store.read("lab").scheduler.session)
-            await eventually(lambda: scheduler_number(remote) == 2)
+        step_in(remote, "joins a scheduler", mock.AsyncMock(side_effect=OSError("no route to host")))
+        await lose_scheduler(it.platform, eventually)
+        await eventually(lambda: scheduler_number(remote) == 1 and arrived(keeper) == 1)
+        await creator.start(scale_up())
+        await eventually(lambda: arrived(keeper) == 3)
+        await until_written(keeper)
+        creator.kill()
+        it.platform.evict(store.read("lab").scheduler.session)
+        await eventually(lambda: scheduler_number(remote) == 2)
+        step_out(remote, "joins a scheduler")
         await eventually(lambda: is_keeper(remote) and stands(it, remote, 3))
 
 
@@ -626,14 +626,19 @@ async def test_another_scheduler_at_the_old_address_is_not_taken_for_the_lost_on
 @pytest.mark.slow
 @simulated
 async def test_a_request_counts_although_keeper_and_scheduler_end_before_it_is_written(it, monkeypatch):
-    creator = await create_elsewhere(it, name="mine", shutdown_on_close=False)
+    creator = await create_elsewhere(it, name="mine", shutdown_on_close=False, worker_groups={"big": {}})
     async with rebuild("mine") as cluster:
         with monkeypatch.context() as patch:
             patch.setattr(plugin.StateFile, "write", lambda *_, **__: None)
             await cluster.scale(3)
             creator.kill()
             it.platform.evict(cluster.sessions[0].id)
-        await eventually(lambda: manages(cluster) and arrived(cluster) == 3)
+        delay_requests(cluster, 60.0)
+        with it.platform.held("launch_workers"):
+            asked = cluster.scale(1, worker_group="big")
+            await eventually(lambda: scheduler_number(cluster) == 1)
+            await asyncio.wait_for(asked, 61.0)  # does not wait for the launch
+        await eventually(lambda: arrived(cluster) == 4)
         assert target(cluster) == 3
         await cluster.shutdown()
 

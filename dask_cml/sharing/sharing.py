@@ -523,9 +523,9 @@ class Sharing:
                 raise
             self._cluster._carry_out(request, is_own=True)
             self.asked(request, number)
-        async with self._cluster._lock:  # a takeover must not lose what it has found since the report
-            if isinstance(self.role, Follower):
-                self.role.show()
+        # A takeover, which holds the lock, must not lose what it has found since the report.
+        if isinstance(self.role, Follower) and not self._cluster._lock.locked():
+            self.role.show()
 
     def _begin(
         self, coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
