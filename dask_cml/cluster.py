@@ -32,7 +32,6 @@ from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive, Demand
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import Groups, check_class
 from dask_cml.core.look import Look
-from dask_cml.core.start import start
 from dask_cml.core.workers import Retirements, Workers, said_by_workers, with_numbers
 from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, shows_errors_in_short, without_frames
@@ -961,7 +960,7 @@ class CMLCluster(SpecCluster):
         """Launch the scheduler and all workers, and begin to look at them."""
         options = self.options
         try:
-            await start(self, strict=True)
+            await self.processes.start(strict=True)
         except LaunchRefused as error:
             raise LaunchRefused(error.name, error.reason, _ASK_FOR_LESS) from None
         self._begin_looking()

@@ -23,7 +23,7 @@ from workbench import (
 )
 
 from dask_cml import CMLError
-from dask_cml.core import start
+from dask_cml.core import workers
 from dask_cml.options import SessionSize
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.api_v2 import PARAMETERS, known_labels, resolved
@@ -119,7 +119,7 @@ async def test_a_start_says_nothing_of_a_quota_that_suffices_or_is_unknown(it, m
 async def test_a_start_does_not_believe_an_answer_that_comes_after_the_workers_launch(it, monkeypatch):
     """It may count them as used."""
     answer = Future()
-    monkeypatch.setattr(start, "start_call", lambda function: answer)
+    monkeypatch.setattr(workers, "start_call", lambda function: answer)
     async with simulate(n_workers=2, cpu=1, memory=1) as cluster:
         answer.set_result({"cpu": 0.5})
         await eventually(lambda: arrived(cluster) == 2)

@@ -22,15 +22,17 @@ from distributed.core import Status
 from distributed.protocol import pickle
 
 from dask_cml import protocol
-from dask_cml.cancellation import cancel, gather_or_cancel, within
+from dask_cml.cancellation import cancel, gather_or_cancel, start_call, within
 from dask_cml.checks import is_session_id
+from dask_cml.display import StartDisplay
 from dask_cml.errors import CallFailed, CMLError, LaunchRefused
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import describe, room, setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER
+from dask_cml.sessions import api_v2
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.process import CMLProcess, CMLWorker, Session, class_of
+from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker, Session, class_of
 from dask_cml.sessions.workers_api import SessionInfo, has_ended
 from dask_cml.timing import timing
 from dask_cml.words import command
@@ -449,6 +451,81 @@ class Workers:
         """Tell the user that no more workers of a group are launched."""
         again = f"To try again, run {command('scale', self._cluster.options.name, 'N', group=group)}"
         self._cluster._tell(f"{self._subject(group)} launches {self.backoff(group).words}. {again}")
+
+    # -- start
+
+    async def start(self, *, strict: bool) -> None:
+        """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
+
+        Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
+
+        Parameters
+        ----------
+        strict : bool
+            Whether a worker that is not launched is an error, and the progress is shown. Otherwise it is
+            launched later.
+
+        Raises
+        ------
+        LaunchRefused, SessionFailed, SchedulerTimeout
+            As in :class:`dask_cml.CMLCluster`.
+        """
+        cluster = self._cluster
+        arguments = {"api": cluster.api, "place": cluster.place, **cluster.scheduler_spec["options"]}
+        scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**arguments)
+        names = [*cluster.worker_spec]  # a user may scale meanwhile
+        if strict:  # before the scheduler's session is launched: a spec or a label may be invalid
+            options = cluster.options
+            await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
+            for group in (options, *options.groups().values()):
+                await cluster.api.find_labels(group.launch_options)
+            for name in names:
+                self.make(name)
+        shown = StartDisplay(cluster, names)
+        is_shown = strict and not cluster._quiet
+        showing = asyncio.create_task(shown.run()) if is_shown else None
+        watching: asyncio.Task[None] | None = None
+        asking = start_call(api_v2.quota_left) if strict else None
+        has_started = False
+        try:
+            # The scheduler's session first: in a queue, workers could take its place.
+            await scheduler.launch()
+            cluster.scheduler = scheduler  # only now: whoever awaits the cluster would launch it, too
+            # Only now: as soon as the workers are launched, the platform counts them as used.
+            if asking is not None and asking.done():
+                shown.notice = api_v2.shortage(cluster.groups.others()[1:], asking.result()) or ""
+            await cluster.sharing.keeper.journal.write(self.launched)
+            watching = asyncio.create_task(self._watch())
+            if strict:
+                launches = [self.launch_one(name) for name in names]
+            else:
+                launches = [self.launch(self.ready, unasked=True)]
+            # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
+            await gather_or_cancel(self._wait_and_join(scheduler), *launches)
+            has_started = True
+        finally:
+            await cancel(watching, showing)
+            if not has_started:
+                await self.stop_launching()
+            if is_shown:
+                await shown.end(has_started)
+        if shown.notice:
+            cluster._tell(f"Cluster {cluster.options.name}: {shown.notice}")
+
+    async def _wait_and_join(self, scheduler: CMLScheduler) -> None:
+        await scheduler
+        await self._cluster.sharing.join(str(scheduler.address))
+
+    async def _watch(self) -> None:
+        """Update workers from the platform's list, until cancelled."""
+        while True:
+            try:
+                listing = await self._cluster.api.sessions()
+            except CallFailed:  # the scheduler may still connect
+                continue
+            for worker in self.workers():
+                worker.update(listing)
+            await self._cluster.sharing.keeper.journal.write(self.launched)
 
     # -- launch
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
-from dask_cml.core.start import start
 from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, SessionFailed
 from dask_cml.options import setting
 from dask_cml.output import get_logger
@@ -296,7 +295,7 @@ class Failover:
             cluster._move(replace(cluster.place, number=number))
             self._link.rank = Rank.OWNER  # the next sessions belong to this one
             keeper.renew()
-            await start(cluster, strict=False)
+            await cluster.processes.start(strict=False)
         cluster._begin_looking()
         cluster._tell(
             f"Cluster {record.name} connected to another scheduler after {time.monotonic() - lost_at:.0f} s"
