@@ -64,6 +64,8 @@ class Timing:
         longer listed. If its Dask worker is gone for as long, too, it is replaced.
     unreachable : float
         Time for which a scheduler must not be reached until the user is told.
+    notice : float
+        Time before a cluster reaches its limit of hours, when its users are told.
     save : float
         Time after which a scheduler saves what it tells its watchers later, such as the number of done tasks.
     silence : float
@@ -99,6 +101,7 @@ class Timing:
     succession: float = 30.0
     unlisted: float = 30.0
     unreachable: float = 30.0
+    notice: float = 600.0
     save: float = 15.0
     silence: float = 120.0
 

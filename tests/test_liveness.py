@@ -18,8 +18,7 @@ from dask_cml.protocol import USERS, Rank
 from dask_cml.records import liveness, operations
 from dask_cml.records.liveness import State, judge, silence
 from dask_cml.records.store import Maker, Present, SchedulerState
-from dask_cml.scheduler import lifetime as module
-from dask_cml.scheduler.lifetime import Watchers
+from dask_cml.scheduler import plugin
 from dask_cml.timing import timing
 
 GONE = Maker("elsewhere", 1, 1.0, "gone")
@@ -207,7 +206,7 @@ class World:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(module, "time", self)
+        monkeypatch.setattr(plugin, "time", self)
         self.clients = {}
         inside = SimpleNamespace(extra={"cml": {"name": "mine-0"}})
         self.scheduler = SimpleNamespace(
@@ -221,7 +220,7 @@ class World:
         self.silent = set()
 
     def watch(self, **options):
-        return Watchers(self.scheduler, inside="cml-0123", timeout=5.0, **options)
+        return plugin.Watchers(self.scheduler, inside="cml-0123", timeout=5.0, **options)
 
     def monotonic(self):
         return self.now

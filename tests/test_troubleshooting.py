@@ -41,11 +41,9 @@ from dask_cml.core.workers import Workers
 from dask_cml.local import processes
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
-from dask_cml.scheduler import lifetime
 from dask_cml.scheduler.health import Health
 from dask_cml.sessions import api_v2, here
 from dask_cml.sessions.causes import find_cause
-from dask_cml.sharing import keeper
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -237,8 +235,7 @@ async def test_the_page_lists_the_ends_of_clusters(it, seen, monkeypatch):
         seen.append(log_of(cluster))
 
     await ended(await simulate(name="night", idle_timeout="1 minute"))
-    for module in keeper, lifetime:
-        monkeypatch.setattr(module, "NOTICE", 60)
+    monkeypatch.setattr(timing, "notice", 60)
     with dask.config.set({"cml.limits.hours": 0.03}):
         await ended(await simulate(name="night"))
     cluster = await simulate(name="night")

@@ -26,7 +26,6 @@ from dask_cml.private_files import append
 from dask_cml.protocol import Letter, Report, View, after_mail
 from dask_cml.records import store
 from dask_cml.records.store import Maker, Record, SchedulerState, end_file
-from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
@@ -332,7 +331,7 @@ class Keeper:
         board = self._link.board
         lines = {subject: f": {words}" for subject, words in board.news.items()}
         left = board.most_age - board.age
-        if board.most_age and left <= NOTICE:
+        if board.most_age and left <= timing.notice:
             age = f"{board.age / 3600:.1f} of {round(board.most_age / 3600, 2):g} h"
             lines["end"] = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
         return lines
