@@ -41,10 +41,12 @@ async def test_each_session_is_launched_through_workers_v1_with_its_size(it):
 
 @simulated
 async def test_the_scheduler_and_the_first_workers_launch_at_the_same_moment(it):
+    it.platform.configure({"sessions": 0}, waits_for_room=True)  # none gets on before all are launched
     cluster = simulate(n_workers=2)
     starting = asyncio.ensure_future(cluster)
-    await eventually(lambda: len(it.platform.all) == 3)
+    await eventually(lambda: len(it.platform.all) == 3, 1.0)  # two calls, one after the other, take 0.6 s
     assert {session.status for session in it.platform.live_sessions} == {"scheduling"}
+    it.platform.configure()
     async with await starting:
         await eventually(lambda: arrived(cluster) == 2)
 
