@@ -300,11 +300,11 @@ async def test_it_is_written_when_something_changes_also_after_an_error_and_not_
         board, written = running.plugins["dask-cml"], folder / scheduler_file(0)
         assert file_of(folder)["orphan_timeout"] is None
         errors.append(OSError("No space left on device"))
-        board._watchers.timeout = 7.0
+        board._watchers.timeout = 7000.0
         board._publish()
-        await holds(lambda: file_of(folder)["orphan_timeout"] == 7.0)
+        await holds(lambda: file_of(folder)["orphan_timeout"] == 7000.0)
         assert "State of the cluster not written: No space left on device" in caplog.text
-        await holds(lambda: board._known[-1] and board._saved["revision"] == board._revision)
+        await holds(lambda: board._known[-1] and board._saved == board._state())
         os.utime(written, (0, 0))
         await asyncio.sleep(0.2)
         assert written.stat().st_mtime == 0
