@@ -256,8 +256,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     async def terminate(self, comm: Comm, reason: str = "", **arguments: Any) -> None:
         """Close the scheduler for good, as ``Client.shutdown`` asks for, and processes with a reason."""
         reason = str(reason) or f"shut down by a client at {get_address_host(comm.peer_address)}"
-        self._lifetime.closed = self._lifetime.closed or reason
-        await self._scheduler.close(reason=self._lifetime.closed, **arguments)
+        await self._lifetime.end(reason, **arguments)
 
     async def _restart(self, **arguments: Any) -> None:
         """Forget all tasks, as ``Client.restart`` asks for, but not how many were done."""
@@ -532,6 +531,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if reason is not None:
             for callback in self._periodic:
                 callback.stop()
+            logger.warning("Scheduler closed: %s", reason)
             self._closing = asyncio.create_task(self._lifetime.end(reason))
 
     @property
@@ -926,11 +926,10 @@ class Lifetime:
         if timeout and since and time.time() - since > timeout:
             self.closed = self.closed or f"idle for {timeout:g} s"
 
-    async def end(self, reason: str) -> None:
+    async def end(self, reason: str, **arguments: Any) -> None:
         """End the cluster. If Dask does not close its scheduler, the program of the session kills it."""
-        logger.warning("Scheduler closed: %s", reason)
-        self.closed = reason
-        await self._scheduler.close(reason=reason)
+        self.closed = self.closed or reason
+        await self._scheduler.close(reason=self.closed, **arguments)
 
 
 class StateFile:

@@ -18,7 +18,7 @@ from distributed.objects import SchedulerInfo
 from dask_cml import output, protocol
 from dask_cml.cancellation import to_the_end
 from dask_cml.checks import is_session_id
-from dask_cml.core.workers import connected_names, said_by_workers, with_numbers
+from dask_cml.core.workers import connected_names, with_numbers
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import OWN_LOG, SCHEDULER, log_path
 from dask_cml.output import get_logger
@@ -352,15 +352,13 @@ class Keeper:
         except CMLError as error:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
             return
+        said = self._cluster.processes.take_connected()
         processes = {str(process.session_id): process for process in self._cluster.processes.launched}
         for known in processes.keys() & record.launches.keys():
             processes[known].begin(record.launches[known].started)
         used = processes.keys() | self._cluster.processes.stopping | self._cluster.api.stopped
-        strays = {session: key for session, key in record.sessions.items() if session not in used}
-        for said in said_by_workers(self._cluster).values():
-            session, name = said.get("session"), said.get("name")
-            if session and name and session not in used:
-                strays[session] = name
+        found = {**record.sessions, **{session: name for name, session in said.items() if session and name}}
+        strays = {session: key for session, key in found.items() if session not in used}
         self._strays = {session: self._strays.get(session, 0) + 1 for session in strays}
         for session, key in strays.items():
             launch = record.launches.get(session)
