@@ -33,7 +33,7 @@ from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import Groups, check_class
 from dask_cml.core.look import Look
 from dask_cml.core.workers import Retirements, Workers, said_by_workers, with_numbers
-from dask_cml.display import EscapedLogs, add_sessions_tab, describe, html_of
+from dask_cml.display import EscapedLogs, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, shows_errors_in_short, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
 from dask_cml.options import (
@@ -449,8 +449,9 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         CMLError
-            If the cluster is closed, and its event loop has ended. Dask's error would name the loop alone.
+            If the cluster is closed, and its event loop has ended.
         """
+        # The error of SyncMethodMixin.sync (utils.py:367) would name the event loop alone.
         if self.status == Status.closed and not self.asynchronous:
             self._check_running("call refused")
         return super().sync(func, *args, **kwargs)
@@ -1313,17 +1314,7 @@ class CMLCluster(SpecCluster):
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         # Cluster._repr_html_ (cluster.py:476) escapes nothing, and lists no sessions.
-        return html_of(
-            self, cluster_status or "", lists_sessions=getattr(self, "_cached_widget", None) is None
-        )
-
-    def _widget(self) -> Any:
-        # Cluster._widget (cluster.py:391) writes its HTML again and again, which would close a list in it.
-        is_new = not hasattr(self, "_cached_widget")
-        tab = super()._widget()
-        if is_new and tab is not None:
-            add_sessions_tab(self, tab)
-        return tab
+        return html_of(self, cluster_status or "")
 
     @classmethod
     def open(cls) -> list[CMLCluster]:

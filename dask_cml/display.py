@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-import dask.config
-from dask.utils import parse_timedelta
 from dask.widgets.widgets import TEMPLATE_PATHS, get_environment
 from distributed.core import Status
 from distributed.utils import Logs, format_dashboard_link, is_kernel
 from jinja2 import Environment
 from markupsafe import Markup
-from tornado.ioloop import PeriodicCallback
 
 from dask_cml import output
 from dask_cml.core.ending import How
@@ -62,17 +59,15 @@ def _dashboard_of(server: Mapping[str, Any]) -> str | None:
         return None
 
 
-def html_of(cluster: Any, cluster_status: str, *, lists_sessions: bool) -> str:
+def html_of(cluster: Any, cluster_status: str) -> str:
     """Return a cluster in HTML, as Cluster._repr_html_ (cluster.py:476), which escapes nothing, does.
 
     Parameters
     ----------
     cluster : CMLCluster
-        The cluster.
+        The cluster. Its widget shows the sessions in a tab of its own.
     cluster_status : str
         Rows of HTML for its table.
-    lists_sessions : bool
-        Whether to list its sessions, too.
     """
     info = cluster.scheduler_info
     scheduler_info = "Scheduler not started yet."
@@ -88,7 +83,10 @@ def html_of(cluster: Any, cluster_status: str, *, lists_sessions: bool) -> str:
             "total_memory": sum(worker["memory_limit"] for worker in workers),
         }
         scheduler_info = render("scheduler_info.html.j2", scheduler=listed, **listed)
-    sessions = session_rows(cluster) if lists_sessions else {"cluster": cluster}
+    sessions, widget = session_rows(cluster), getattr(cluster, "_cached_widget", None)
+    if widget is not None:
+        _show_in_tab(sessions, widget)
+        sessions = {"cluster": cluster}
     rows = render("cml_sessions.html.j2", description=describe(cluster), **sessions)
     return render(
         "cluster.html.j2",
@@ -124,24 +122,17 @@ def status_of(session: Session, connected: Collection[str]) -> str:
     return session.status if session.waits_for is None else waiting(session.waits_for)
 
 
-def add_sessions_tab(cluster: Any, tab: Any) -> None:
-    """Add a tab with the sessions to the widget of a cluster."""
-    from ipywidgets import HTML
+def _show_in_tab(sessions: Mapping[str, Any], widget: Any) -> None:
+    """Show the sessions in a third tab of a widget.
 
-    sessions = HTML()
-    interval = parse_timedelta(dask.config.get("distributed.deploy.cluster-repr-interval"), "ms")
+    Cluster._widget (cluster.py:391) writes the first tab again and again, which would close a list there.
+    """
+    if len(widget.children) == 2:
+        from ipywidgets import HTML
 
-    def update() -> None:
-        sessions.value = render("cml_session_table.html.j2", **session_rows(cluster))
-
-    def install() -> None:
-        callback = cluster.periodic_callbacks["cml-sessions"] = PeriodicCallback(update, interval * 1000)
-        callback.start()
-
-    update()
-    tab.children = [*tab.children, sessions]
-    tab.set_title(len(tab.children) - 1, "Sessions")
-    cluster.loop.add_callback(install)
+        widget.children = [*widget.children[:2], HTML()]
+        widget.set_title(2, "Sessions")
+    widget.children[2].value = render("cml_session_table.html.j2", **sessions)
 
 
 def describe(cluster: Any) -> dict[str, str | None]:

@@ -27,7 +27,6 @@ import pytest
 from clusters import arrived, limits, rebuild, scheduler_number, scheduler_of, simulate, supplied, target
 from distributed import Client, SpecCluster
 from distributed.core import Status
-from distributed.deploy.cluster import Cluster
 from simulated.testing import eventually, simulated
 
 import dask_cml
@@ -36,7 +35,8 @@ from dask_cml.sessions.process import CMLScheduler, CMLWorker
 
 #: The release of distributed whose lines the comments name, and how they do.
 RELEASE = "2026.8.0"
-MENTION = re.compile(r"\b(SpecCluster|Cluster)\.(\w+) \((spec|cluster)\.py:([0-9]+)\)")
+MENTION = re.compile(r"\b(SpecCluster|Cluster|SyncMethodMixin)\.(\w+) \((spec|cluster|utils)\.py:([0-9]+)\)")
+DASKS = {cls.__name__: cls for cls in SpecCluster.__mro__[:-1]}
 
 
 def names(cluster):
@@ -354,7 +354,7 @@ async def test_scale_and_scale_down_as_dask_calls_them(it):
 def overridden():
     own = vars(CMLCluster)
     not_compared = vars(object).keys() - {"__repr__"} | {"__module__", "__annotations__", "__dict__"}
-    of_dask = (vars(SpecCluster).keys() | vars(Cluster).keys()) - not_compared
+    of_dask = {name for cls in DASKS.values() for name in vars(cls)} - not_compared
     return {name: own[name] for name in sorted(of_dask & own.keys()) if not name.startswith("__static")}
 
 
@@ -368,17 +368,17 @@ def test_few_members_of_speccluster_and_cluster_are_overridden_and_each_has_a_re
     for name, member in overridden().items():
         member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         source = inspect.getsource(inspect.unwrap(member))
-        where = rf"SpecCluster\.{name} \(spec" if name in vars(SpecCluster) else rf"Cluster\.{name} \(cluster"
-        assert re.search(where + r"\.py:[0-9]+\)", source), name
+        owner = next(cls for cls in DASKS if name in vars(DASKS[cls]))
+        assert (owner, name) in {mention[:2] for mention in MENTION.findall(source)}
 
 
 def test_the_lines_of_dask_in_comments_are_those_of_the_functions():
     for text in sources():
-        assert len(MENTION.findall(text)) == len(re.findall(r"\b(?:spec|cluster)\.py:[0-9]", text))
+        assert len(MENTION.findall(text)) == len(re.findall(r"\b(?:spec|cluster|utils)\.py:[0-9]", text))
     mentions = {mention for text in sources() for mention in MENTION.findall(text)}
     assert {name for _, name, _, _ in mentions} >= {*overridden()}
     for cls, name, file, number in mentions:
-        member = vars({"SpecCluster": SpecCluster, "Cluster": Cluster}[cls])[name]
+        member = vars(DASKS[cls])[name]
         member = member.fget if isinstance(member, property) else member
         if distributed.__version__ != RELEASE:
             continue
