@@ -28,11 +28,11 @@ from distributed.utils import Log, Logs, in_async_call
 
 from dask_cml import checks, output
 from dask_cml.cancellation import cancel, end_of, gather_or_cancel, within
-from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive, Demand
+from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import Groups, check_class
 from dask_cml.core.look import Look
-from dask_cml.core.workers import Retirements, Workers, said_by_workers, with_numbers
+from dask_cml.core.workers import Workers, said_by_workers, with_numbers
 from dask_cml.display import EscapedLogs, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, shows_errors_in_short, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
@@ -299,17 +299,12 @@ class CMLCluster(SpecCluster):
                 check_class(group)
         self.place = Place(state_directory() / options.name)
         self.groups = Groups(self, options)
-        self.woken = asyncio.Event()
         self.sharing = self._share(given)
-        #: Why the cluster ends if this process shuts it down, for its history.
-        self.end_reason = f"closed by {self.sharing.who}"
         #: Not `workers`, as SpecCluster calls its dict of the launched ones.
         self.processes = Workers(self)
-        self.retirements = Retirements(self)
-        self.demand = Demand(self)
         self.look = Look(self)
         self.ending: Ending = Ending(self)
-        self.starting: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
         #: How many tasks wait for the start.
         self._n_starting = 0
         self._looking: asyncio.Task[Any] | None = None
@@ -804,7 +799,7 @@ class CMLCluster(SpecCluster):
     async def _step(self) -> None:
         """Make the sessions what ``worker_spec`` says, as far as the platform allows it now."""
         self._next_step = self._correct_state_waiting = None
-        if self.starting is None or not self.starting.done():  # the start launches all
+        if self._starting is None or not self._starting.done():  # the start launches all
             return
         async with self._lock:
             if self.status != Status.running:
@@ -817,12 +812,12 @@ class CMLCluster(SpecCluster):
                 return
             for group in self.groups.names:
                 if excess := self.groups.excess(group):
-                    self.groups.close(group, await self.retirements.choose(group, excess))
+                    self.groups.close(group, await self.processes.retirements.choose(group, excess))
             if not self.keeps:  # the scheduler may have answered late
                 return
             await self.processes.close_others(self.worker_spec)
             unwanted = self.processes.unwanted
-            await self._stop_unwanted(await self.retirements.retire(unwanted) if unwanted else [])
+            await self._stop_unwanted(await self.processes.retirements.retire(unwanted) if unwanted else [])
             if self.sharing.keeper.may_launch and (ready := self.processes.ready):
                 await self.processes.launch(ready)
             elif not self.processes.launching:
@@ -869,9 +864,9 @@ class CMLCluster(SpecCluster):
             The monotonic time since which the scheduler has not answered. None: it did. Default: it is new.
         """
         self.groups.begin_adapting()
-        self.demand.unrunnable = None
+        self.groups.demand.unrunnable = None
         looks = self.look.for_ever(unheard_since)
-        self._looking = asyncio.create_task(gather_or_cancel(looks, self.demand.watch()))
+        self._looking = asyncio.create_task(gather_or_cancel(looks, self.groups.demand.watch()))
 
     async def _stop_looking(self, patience: float = 0.0) -> None:
         """Cancel the looks, the steps and, after `patience` seconds, the launches of this process."""
@@ -899,12 +894,12 @@ class CMLCluster(SpecCluster):
         """
         if self.status not in (Status.created, Status.running):
             raise CMLError(f"cluster {self.options.name} is closed")
-        if self.starting is None:
-            self.starting = asyncio.create_task(self._start_once())
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start_once())
         self._n_starting += 1
         try:
-            await asyncio.wait([self.starting])  # which a cancelled caller does not cancel
-            self.starting.result()
+            await asyncio.wait([self._starting])  # which a cancelled caller does not cancel
+            self._starting.result()
         except (Exception, asyncio.CancelledError) as error:
             is_cancelled, was_closed = isinstance(error, asyncio.CancelledError), self.ending.has_begun
             if was_closed or not is_cancelled or self._n_starting == 1:  # else another task still waits
@@ -993,7 +988,7 @@ class CMLCluster(SpecCluster):
             msg = with_numbers(msg)
             self.look.note_seen(str(info["name"]) for info in msg["workers"].values())
         elif op == "remove":
-            self.woken.set()
+            self.look.woken.set()
             gone = self.scheduler_info["workers"].get(msg)
             if gone is None:
                 return
@@ -1327,7 +1322,7 @@ class CMLCluster(SpecCluster):
         """
         clusters = [cluster for cluster in unclosed() if isinstance(cluster, cls)]
         # A web UI only shows clusters.
-        return [cluster for cluster in clusters if cluster._rank is None and cluster.starting is not None]
+        return [cluster for cluster in clusters if cluster._rank is None and cluster._starting is not None]
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
@@ -1342,7 +1337,7 @@ class CMLCluster(SpecCluster):
         ...
         """
         place = self.place
-        if self.starting is None:  # plans need only the paths of the keys, so no file is written
+        if self._starting is None:  # plans need only the paths of the keys, so no file is written
             security, _ = tls.as_files(self.options.security, place.folder)
             place = replace(place, security=security)
         plans = [CMLScheduler(self.api, self.options, place).plan]

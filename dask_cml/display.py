@@ -167,7 +167,7 @@ def _status_words(cluster: Any) -> str:
     if cluster.status == Status.running and not cluster.sharing.is_connected:
         return "not connected to the scheduler"
     if cluster.status == Status.created:
-        return "created" if cluster.starting is None else "starting"
+        return "created" if cluster._starting is None else "starting"
     if cluster.status != Status.closed or cluster.sharing.lasted is None:
         return "left" if cluster.ending.how is How.LEAVE else str(cluster.status.name)
     used = cluster.sharing.usage().total

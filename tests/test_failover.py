@@ -29,6 +29,7 @@ from clusters import (
     is_keeper,
     lines_of,
     log_of,
+    look_now,
     manager,
     observe,
     rebuild,
@@ -163,7 +164,7 @@ async def test_a_scheduler_that_is_busy_or_unreachable_is_not_replaced(it, caplo
     async with supplied(name="lab", n_workers=1, silence_logs=False) as cluster:
         asked, cluster._ask_scheduler = [], busy
         step_in(cluster, "asks the scheduler", busy)
-        cluster.woken.set()
+        look_now(cluster)
         await eventually(lambda: len(set(asked)) > 1)
         del cluster._ask_scheduler
         step_out(cluster, "asks the scheduler")

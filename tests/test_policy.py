@@ -235,7 +235,7 @@ class Simulation:
         self.task_ends, self.arrivals, self.workers, self.connected = {}, {}, Sessions(), []
         self.launched = self.closed = self.closed_while_starting = 0
         self.session_seconds = 0.0
-        self.options = self.demand = self.processes = self.retirements = self.groups = self
+        self.options = self.demand = self.processes = self.retirements = self.groups = self.look = self
         self.woken = asyncio.Event()
         self.resize("default", n_workers, ())
         self.connected, self.launched = [*self.workers], 0

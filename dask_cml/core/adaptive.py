@@ -295,7 +295,7 @@ class CMLAdaptive(Adaptive):
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
         # Groups that adapt share one answer of the scheduler.
-        snapshot = await self.cluster.demand.snapshot(max_age=(self.interval or 0.0) / 2)
+        snapshot = await self.cluster.groups.demand.snapshot(max_age=(self.interval or 0.0) / 2)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
         start_time = self.cluster.processes.start_time(self._group)
         if snapshot.has_work(self._group):
@@ -344,7 +344,7 @@ class CMLAdaptive(Adaptive):
         # The scheduler does not know which busy sessions run other groups' tasks. Idle sessions close first.
         n_idle = max(0, len(plan) - self._busy)
         borrowed = [name for name in self._borrowed if name in plan][: max(0, n - n_idle)]
-        chosen = await self.cluster.retirements.choose(
+        chosen = await self.cluster.processes.retirements.choose(
             self._group, n - len(borrowed), worker_key=self.worker_key, **arguments
         )
         return [*dict.fromkeys([*borrowed, *chosen])]
@@ -353,10 +353,10 @@ class CMLAdaptive(Adaptive):
         """Scale to `n` sessions."""
         if self._acts:
             self.cluster.groups.resize(self._group, n, ())
-            self.cluster.woken.set()
+            self.cluster.look.woken.set()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
         if self._acts:
             self.cluster.groups.drop(workers)
-            self.cluster.woken.set()
+            self.cluster.look.woken.set()

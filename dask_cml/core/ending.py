@@ -69,10 +69,13 @@ class Ending:
     ----------
     how : How or None
         How it ends or has ended. None: it has not begun.
+    reason : str
+        Why the cluster ends if this process shuts it down, for its history.
     """
 
     def __init__(self, cluster: Any) -> None:
         self.how: How | None = None
+        self.reason = f"closed by {cluster.sharing.who}"
         self._name = cluster.options.name
         self._pid = os.getpid()
         self._cluster = cluster
@@ -170,7 +173,7 @@ class Ending:
 
     async def _stop_working(self) -> None:
         """Stop all tasks of this process for the cluster."""
-        await cancel(self._cluster.starting, *self._cluster.sharing.tasks)
+        await cancel(self._cluster._starting, *self._cluster.sharing.tasks)
         # Others are to find the sessions that this process is launching.
         await self._cluster._stop_looking(_LAST_CALLS if self.how is How.LEAVE else 0.0)
         if self._cluster.sharing.is_keeper:
@@ -188,7 +191,7 @@ class Ending:
         if self._cluster._rank is Rank.RESIDENT:  # for which the scheduler waits, and closes already
             return
         try:
-            await self._cluster._ask_scheduler("terminate", timing.goodbye, reason=self._cluster.end_reason)
+            await self._cluster._ask_scheduler("terminate", timing.goodbye, reason=self.reason)
         except Exception as error:  # of Dask, which varies: its workers may be frozen
             logger.debug("Scheduler of cluster %s gave no answer: %r", self._name, error)
 
@@ -297,7 +300,7 @@ class Ending:
             interrupted = f"interrupted while it started by {self._cluster.sharing.who}"
             why = interrupted if self._is_interrupted else f"it did not start: {error}"
             is_refused = isinstance(error, (TypeError, ValueError)) and not self._cluster.api.launched
-            self._cluster.end_reason = "" if is_refused else why
+            self.reason = "" if is_refused else why
         try:  # the cluster of another process runs on
             yield How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN
         except Exception as failed:  # of Dask or the platform's library, for example
@@ -310,9 +313,7 @@ class Ending:
     def note_exit(self, error: BaseException | None) -> None:
         """Note that the program exits, perhaps because of an exception, as :meth:`note_error` does."""
         is_kernel = "ipykernel" in sys.modules
-        self._cluster.end_reason = (
-            f"{'the kernel' if is_kernel else 'the program'} of {self._cluster.sharing.who} ended"
-        )
+        self.reason = f"{'the kernel' if is_kernel else 'the program'} of {self._cluster.sharing.who} ended"
         self.note_error(error)
 
     def note_error(self, error: BaseException | None) -> None:
@@ -322,7 +323,7 @@ class Ending:
         if not self._cluster.shutdown_on_close or id(error) == self._handled:
             return
         words = first_line("".join(traceback.format_exception_only(error)))
-        self._cluster.end_reason = f"closed by {self._cluster.sharing.who} after {words}"
+        self.reason = f"closed by {self._cluster.sharing.who} after {words}"
         if self._cluster.sharing.is_keeper:
             self._cluster.sharing.keeper.log("".join(traceback.format_exception(error)).rstrip())
 
@@ -364,7 +365,7 @@ def name_others(cluster: Any) -> None:
     A cell that runs again may have left them. Whoever gives names wants several clusters.
     """
     for other in unclosed():
-        is_users = other.starting is not None and other._rank is None and not other.sharing.has_own_name
+        is_users = other._starting is not None and other._rank is None and not other.sharing.has_own_name
         if other is not cluster and is_users and other.sessions:
             name, age = other.options.name, format_duration(other.sessions[0].age)
             shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"

@@ -11,7 +11,7 @@ from distributed.utils import import_term
 from distributed.worker import Worker
 
 from dask_cml.checks import choice, message, of_type
-from dask_cml.core.adaptive import CMLAdaptive
+from dask_cml.core.adaptive import CMLAdaptive, Demand
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 from dask_cml.options import Options, Sessions, check_room
 from dask_cml.protocol import WantedGroup
@@ -111,6 +111,7 @@ class Groups:
         #: All names that sessions of the cluster have had. A second session with such a name would exit.
         self._given: set[str] = set()
         self._adaptives: dict[str, Adaptive] = {}
+        self.demand = Demand(cluster)
 
     def want_first(self) -> None:
         """Want the first workers of all groups, unless that was done, or the cluster runs already."""

@@ -48,6 +48,8 @@ class Look:
     ----------
     told : set of str
         The subjects of lines that are told, here or by the last keeper, and still true.
+    woken : asyncio.Event
+        Whether the next look is to come at once.
     """
 
     def __init__(self, cluster: Any) -> None:
@@ -66,6 +68,7 @@ class Look:
         #: Why no worker can run some tasks, as a clause.
         self._unrunnable: str | None = None
         self.told: set[str] = set()
+        self.woken = asyncio.Event()
 
     async def for_ever(self, unheard_since: float | None) -> None:
         """Look again and again, until cancelled.
@@ -77,7 +80,7 @@ class Look:
         """
         self._unheard_since = unheard_since
         while True:
-            self._cluster.woken.clear()
+            self.woken.clear()
             interval = timing.look
             try:
                 await self._look()
@@ -90,7 +93,7 @@ class Look:
                 if self._failure is None:
                     logger.exception("Cannot manage cluster %s", self._cluster.options.name)
                 self._failure = f"cannot manage the cluster: {error!r}"
-            await wait_until_set(self._cluster.woken, interval)
+            await wait_until_set(self.woken, interval)
 
     async def _look(self) -> None:
         """Find lost workers and replace them in ``worker_spec``. Then take a step."""
@@ -269,7 +272,7 @@ class Look:
 
     def tell(self) -> None:
         """Tell lines about the cluster when they become true."""
-        cluster, found = self._cluster, self._cluster.demand.unrunnable
+        cluster, found = self._cluster, self._cluster.groups.demand.unrunnable
         lines = {**self._queued(), **cluster.sharing.keeper.news}
         if found is not None:
             self._unrunnable = "; ".join(found.values()) or None
@@ -319,7 +322,7 @@ class Look:
     @property
     def view(self) -> View:
         """What the process knows that launches and stops the sessions."""
-        processes, retirements, api = self._processes, self._cluster.retirements, self._cluster.api
+        processes, retirements = self._processes, self._processes.retirements
         problems = self._failure, self._outage, processes.problem, retirements.words, self._unrunnable
         backoffs = processes.backoffs.items()
         return View(
@@ -327,7 +330,7 @@ class Look:
             gave_up={group: backoff.words or "" for group, backoff in backoffs if backoff.gave_up},
             shortages={group: backoff.shortage for group, backoff in backoffs if backoff.shortage},
             staying=retirements.staying,
-            not_stopped=api.failures.get("stop"),
+            not_stopped=self._cluster.api.failures.get("stop"),
         )
 
 

@@ -287,6 +287,7 @@ class Workers:
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
+        self.retirements = Retirements(cluster, self)
         limit, pause = setting("failure-limit"), setting("quota-retry")
         self._backoffs = defaultdict[str, Backoff](lambda: Backoff(limit, pause))
         #: How long the last sessions of each group took from their launch until they connected, in seconds.
@@ -567,7 +568,7 @@ class Workers:
             await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             if not task.done():
-                task.add_done_callback(lambda _: self._cluster.woken.set())
+                task.add_done_callback(lambda _: self._cluster.look.woken.set())
             elif not task.cancelled():
                 task.result()
 
@@ -796,11 +797,13 @@ class Retirements:
     ----------
     cluster : CMLCluster
         The cluster.
+    processes : Workers
+        Its sessions.
     """
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: Any, processes: Workers) -> None:
         self._cluster = cluster
-        self._processes: Workers = cluster.processes
+        self._processes = processes
         self._limit: float = setting("retire-timeout")
 
     @property

@@ -188,7 +188,7 @@ async def keep(name: str, closes: asyncio.Event) -> None:
         if not closes.is_set():
             await cluster.leave()
         elif (why := await cluster.sharing.why_closed()) is not None:
-            cluster.end_reason = why
+            cluster.ending.reason = why
             await cluster.shutdown()
         # Else the scheduler is lost. This process ends with it, and carries out nothing more.
     except CMLError as error:

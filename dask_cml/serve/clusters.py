@@ -369,7 +369,7 @@ class ProjectClusters(Observers):
         record = self.find(name)
         cluster, reason = self.kept.get(record.id), operations.deleted_by(user)
         if cluster is not None:
-            cluster.end_reason = reason
+            cluster.ending.reason = reason
             await cluster.shutdown()
         elif (error := (await operations.end_all([record], reason))[name]) is not None:
             raise error

@@ -239,10 +239,10 @@ class Keeper:
     async def take(self) -> None:
         """Carry out what users of other processes have asked for, in its order."""
         while self.carry_out(self._link.board.mail):
-            self._cluster.woken.set()
+            self._cluster.look.woken.set()
             await self.publish()  # the answer may have more of it
         if self._link.board.leaving:
-            self._cluster.woken.set()
+            self._cluster.look.woken.set()
 
     def carry_out(self, mail: Sequence[Letter]) -> bool:
         """Carry out the requests that are not carried out yet. Return whether there were any."""

@@ -375,7 +375,7 @@ class Sharing:
                         await self.failover.check(self.record)
             except SchedulerLost as lost:
                 self.end = str(lost)
-                cluster.end_reason = f"its scheduler was lost: {lost}"
+                cluster.ending.reason = f"its scheduler was lost: {lost}"
                 cluster._tell(f"Cluster {cluster.options.name} shut down: {lost}")
                 self._ending = asyncio.create_task(cluster.ending.end_again())
                 return
@@ -607,7 +607,7 @@ class Sharing:
         # Those of a follower, if nobody can read the record. The API knows those of the keeper.
         known = {session.id: Launch(session.id, session.name, None, 0) for session in self.role.sessions}
         record = replace(self.record, launches=known)
-        last = stop_and_remove(record, self._cluster.api, self._cluster.end_reason)
+        last = stop_and_remove(record, self._cluster.api, self._cluster.ending.reason)
         if last is not record:  # else another process has deleted it
             self._usage, self.lasted = usage_of(last, time.time()), last.age
 
