@@ -295,7 +295,7 @@ class Failover:
             cluster._move(replace(cluster.place, number=number))
             self._link.rank = Rank.OWNER  # the next sessions belong to this one
             keeper.renew()
-        await cluster.processes.start(strict=False)  # which may last, and steps do nothing meanwhile
+            await cluster.processes.start(strict=False)
         cluster._begin_looking()
         cluster._tell(
             f"Cluster {record.name} connected to another scheduler after {time.monotonic() - lost_at:.0f} s"
