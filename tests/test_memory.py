@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import dask
 import pytest
 from clusters import arrived, log_of, make
-from distributed import Client, KilledWorker
+from distributed import Client, KilledWorker, get_worker
 from distributed.core import Status
 
 from dask_cml import wrapper
+from dask_cml.layout import log_path
 from dask_cml.local.processes import find
 from dask_cml.options import Options
 from dask_cml.scheduler.health import Health
@@ -139,11 +140,16 @@ async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(
 async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(platform, holds):
     """On nodes that kill all processes of a session over its memory, before its nanny looks."""
 
-    def grow(gib):
+    def grow(gib, folder):
+        log = log_path(get_worker().name, folder, None)
+        _, parts = wrapper._memory_files(GIB)
         blocks = []
-        while sum(map(len, blocks)) < gib * 2**30:
+        while sum(map(len, blocks)) < gib * GIB:
             blocks.append(b"1" * (20 << 20))
-            time.sleep(0.02)
+            full = True
+            while full and b"[memory: " not in log.read_bytes():  # the kernel may be faster than the wrapper
+                stat = dict(line.split() for line in Path(parts).read_text().splitlines())
+                full = int(stat.get("anon") or stat["total_rss"]) > 0.9 * GIB
         return sum(map(len, blocks))
 
     if not platform.settings().memory_limit:
@@ -157,7 +163,7 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(platform, 
         for gib in 0.5, 3:
             await client.wait_for_workers(2)
             before = {session.id for session in cluster.sessions}
-            future = client.submit(grow, gib, key=f"grow-{gib}")
+            future = client.submit(grow, gib, cluster.place.folder, key=f"grow-{gib}")
             if gib < 1:
                 assert await future >= gib * GIB
             else:
