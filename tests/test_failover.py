@@ -59,7 +59,7 @@ from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.sharing import failover
 from dask_cml.sharing import keeper as sharing_keeper
-from dask_cml.sharing.link import Link
+from dask_cml.sharing.keeper import Link
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")

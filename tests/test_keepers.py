@@ -60,7 +60,7 @@ from dask_cml.records.store import Record
 from dask_cml.sessions.entry import Launch
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing import sharing
-from dask_cml.sharing.link import Link
+from dask_cml.sharing.keeper import Link
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")

@@ -5,7 +5,6 @@ import contextlib
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -28,7 +28,7 @@ from dask_cml.protocol import BoardState, Request
 from dask_cml.records import store
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.resident import WHO
-from dask_cml.sharing.link import Link
+from dask_cml.sharing.keeper import Link
 
 
 @pytest.mark.slow

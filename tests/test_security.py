@@ -24,7 +24,7 @@ from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.store import Record, SchedulerState
 from dask_cml.sessions import tls
-from dask_cml.sharing.link import Link
+from dask_cml.sharing.keeper import Link
 
 pytestmark = pytest.mark.usefixtures("light")
 

@@ -18,8 +18,7 @@ from dask_cml.records import liveness, store
 from dask_cml.records.history import find_ended
 from dask_cml.records.store import Record, SchedulerState
 from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sharing.keeper import Keeper
-from dask_cml.sharing.link import Link
+from dask_cml.sharing.keeper import Keeper, Link
 from dask_cml.timing import timing
 
 if TYPE_CHECKING:

@@ -40,8 +40,7 @@ from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sharing.failover import Failover, SchedulerLost
-from dask_cml.sharing.keeper import Follower, Keeper
-from dask_cml.sharing.link import Link
+from dask_cml.sharing.keeper import Follower, Keeper, Link
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line
 
