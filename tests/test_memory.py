@@ -17,7 +17,7 @@ from distributed.core import Status
 from dask_cml import wrapper
 from dask_cml.layout import log_path
 from dask_cml.local.processes import find
-from dask_cml.options import Options
+from dask_cml.options import Options, state_directory
 from dask_cml.scheduler.health import Health
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.timing import timing
@@ -162,7 +162,7 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(platform, 
         for gib in 0.5, 3:
             await client.wait_for_workers(2)
             before = {session.id for session in cluster.sessions}
-            future = client.submit(grow, gib, cluster.place.folder, key=f"grow-{gib}")
+            future = client.submit(grow, gib, state_directory() / cluster.name, key=f"grow-{gib}")
             if gib < 1:
                 assert await future >= gib * GIB
             else:
