@@ -20,7 +20,7 @@ from distributed.comm.core import Comm, Connector, FatalCommClosedError
 from distributed.comm.registry import Backend, get_backend
 from distributed.security import Security
 
-from dask_cml import compat, errors, output
+from dask_cml import compat, errors, output, protocol
 from dask_cml.core.ending import unclosed
 from dask_cml.options import state_directory
 from dask_cml.output import get_logger
@@ -28,7 +28,7 @@ from dask_cml.protocol import END, LINES
 from dask_cml.records import liveness, store
 from dask_cml.records.history import find_ended
 from dask_cml.records.store import SCHEME, Record
-from dask_cml.sessions import here, tls
+from dask_cml.sessions import here
 from dask_cml.words import command
 
 logger = get_logger(__name__)
@@ -103,7 +103,7 @@ class CMLConnector(Connector):
         assert scheduler is not None
         security = record.get_security()
         if security is not None:
-            connection_args |= await _in_thread(tls.connection_args, security, scheduler)
+            connection_args |= await _in_thread(protocol.connection_args, security, scheduler)
         scheme, location = parse_address(scheduler)
         why = record.out_of_reach
         connector = compat.LimitedConnector(get_backend(scheme).get_connector(), why)

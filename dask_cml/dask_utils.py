@@ -29,11 +29,10 @@ from dask_cml.errors import CallFailed, CMLError, SessionFailed
 from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
-from dask_cml.protocol import NO_ANSWER
+from dask_cml.protocol import NO_ANSWER, ask_with_keys
 from dask_cml.sessions.here import dashboard_link, load_platform
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
-from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI
 
 __all__ = [
@@ -304,7 +303,7 @@ async def _start_workers(
             if failure is not None:
                 raise CMLError(await worker.failure(failure))
         with contextlib.suppress(*NO_ANSWER, CMLError):
-            identity = await ask(url, None, "identity", _ANSWER_TIMEOUT)
+            identity = await ask_with_keys(url, None, "identity", _ANSWER_TIMEOUT)
             for worker in identity["workers"].values():
                 missing.pop(str(worker["name"]), None)
     return [dict(worker.info) for worker in workers]

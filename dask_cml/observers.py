@@ -15,11 +15,10 @@ from dask_cml.core.ending import unclosed
 from dask_cml.dashboard.proxy import open_comm
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
-from dask_cml.protocol import Rank
+from dask_cml.protocol import Rank, connection_args
 from dask_cml.records import liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.store import Record
-from dask_cml.sessions import tls
 from dask_cml.sessions.workers_api import SessionInfo
 
 logger = get_logger(__name__)
@@ -77,9 +76,7 @@ async def open_dashboard(record: Record) -> Comm:
         If the scheduler does not accept the connection, or has no dashboard.
     """
     address = str(record.scheduler.address)
-    return await open_comm(
-        address, await asyncio.to_thread(tls.connection_args, record.get_security(), address)
-    )
+    return await open_comm(address, await asyncio.to_thread(connection_args, record.get_security(), address))
 
 
 class Observers:

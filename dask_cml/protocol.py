@@ -12,12 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import errno
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from distributed.comm.addressing import parse_address
 from distributed.comm.core import Comm, connect
 from distributed.core import send_recv
+from distributed.security import Security
 
 from dask_cml.cancellation import within
 from dask_cml.checks import choice, message, validate
@@ -63,6 +67,8 @@ END = "cml-end"
 
 #: Errors of a scheduler that does not answer.
 NO_ANSWER = (OSError, asyncio.TimeoutError)
+#: Schemes of addresses with encryption.
+_ENCRYPTED = ("tls", "wss")
 
 
 class Rank(enum.IntEnum):
@@ -350,6 +356,42 @@ class BoardState:
     most_age: int = 0
 
 
+def connection_args(security: Security | None, address: str) -> dict[str, Any]:
+    """Return the arguments for a connection to the scheduler at an address. Reads the key files.
+
+    Raises
+    ------
+    OSError
+        If the cluster has keys and the address is one without encryption. Dask itself refuses only ``tcp://``.
+        Or if a key file is missing or not a regular file: reading a pipe would never end.
+    """
+    scheme, _ = parse_address(address)
+    if security is not None and scheme not in _ENCRYPTED:
+        raise OSError(f"invalid address {address} of a cluster with keys: expected tls://, which encrypts")
+    security = security or Security()
+    for name in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
+        key = getattr(security, name)
+        if isinstance(key, str) and not os.path.isfile(key):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
+    return security.get_connection_args("client")
+
+
+async def ask_with_keys(
+    address: str, security: Security | None, op: str, timeout: float, /, **arguments: Any
+) -> Any:
+    """Call a handler of the scheduler at an address with a cluster's keys, see :func:`ask`.
+
+    Raises
+    ------
+    OSError, asyncio.TimeoutError
+        If the scheduler does not answer, or :func:`connection_args` raises it.
+    CMLError
+        If the handler raises an exception.
+    """
+    keys = await asyncio.to_thread(connection_args, security, address)
+    return await ask(address, keys, op, timeout, **arguments)
+
+
 async def ask(
     address: str, connection_args: Mapping[str, Any], op: str, timeout: float, /, **arguments: Any
 ) -> Any:
@@ -360,7 +402,7 @@ async def ask(
     address : str
         The scheduler's address.
     connection_args : mapping
-        The result of ``Security.get_connection_args("client")``.
+        The result of :func:`connection_args`.
     op : str
         The handler's name.
     timeout : float

@@ -18,7 +18,7 @@ from dask_cml import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
 from dask_cml.scheduler import plugin
-from dask_cml.sessions import process, tls, workers_api
+from dask_cml.sessions import process, workers_api
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker, Phase
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -92,13 +92,13 @@ def clock(monkeypatch):
 def connects_to(monkeypatch):
     """The addresses at which a scheduler was looked for."""
     addresses = []
-    real = tls.ask
+    real = process.ask_with_keys
 
     def ask(address, *rest, **more):
         addresses.append(address)
         return real(address, *rest, **more)
 
-    monkeypatch.setattr(tls, "ask", ask)
+    monkeypatch.setattr(process, "ask_with_keys", ask)
     return addresses
 
 

@@ -79,7 +79,7 @@ async def open_comm(
     address : str
         The scheduler's address.
     connection_args : mapping, optional
-        The result of ``Security.get_connection_args("client")``.
+        The result of :func:`dask_cml.protocol.connection_args`.
     timeout : float
         Time limit for the connection, and for the scheduler's answer, in seconds. Default 30.
 

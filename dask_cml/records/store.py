@@ -64,11 +64,10 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
-from dask_cml.protocol import Letter, Rank, WantedGroup, after_mail
+from dask_cml.protocol import Letter, Rank, WantedGroup, after_mail, ask_with_keys
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sessions.tls import ask
 from dask_cml.timing import timing
 from dask_cml.words import format_duration
 
@@ -475,8 +474,8 @@ class Record:
         return SessionLogs(self.name, log_folder(self.folder, self.options.get("log_directory")))
 
     async def ask_scheduler(self, op: str, timeout: float, **arguments: Any) -> Any:
-        """Call a handler of the cluster's scheduler, see :func:`dask_cml.sessions.tls.ask`."""
-        return await ask(str(self.scheduler.address), self.get_security(), op, timeout, **arguments)
+        """Call a handler of the cluster's scheduler, see :func:`dask_cml.protocol.ask_with_keys`."""
+        return await ask_with_keys(str(self.scheduler.address), self.get_security(), op, timeout, **arguments)
 
 
 def _loads(text: str | bytes) -> dict[str, Any]:

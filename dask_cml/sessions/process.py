@@ -24,8 +24,8 @@ from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options, SessionSize
 from dask_cml.output import get_logger
 from dask_cml.private_files import append, read_file
-from dask_cml.protocol import HELLO
-from dask_cml.sessions import here, tls
+from dask_cml.protocol import HELLO, ask_with_keys
+from dask_cml.sessions import here
 from dask_cml.sessions.causes import LOST, Cause, Loss, find_cause, last_lines
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.plan import Place, SessionPlan, plan_scheduler, plan_worker
@@ -529,7 +529,7 @@ class CMLScheduler(CMLProcess):
     async def _answers(self, address: str) -> bool:
         """Return whether this cluster's scheduler answers at an address."""
         try:
-            answer = await tls.ask(address, self.place.security, HELLO, _ANSWER_TIMEOUT)
+            answer = await ask_with_keys(address, self.place.security, HELLO, _ANSWER_TIMEOUT)
             is_ours = (answer["record"], answer["number"]) == (self.place.record, self.place.number)
         except Exception as error:  # of Dask: the program there may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)

@@ -5,27 +5,21 @@ Sessions get the paths, so no key is in code, command lines, environments or log
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import errno
 import os
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from distributed.comm.addressing import parse_address
 from distributed.security import Security
 
-from dask_cml import protocol
 from dask_cml.errors import reason_of
 from dask_cml.private_files import make_folder, read_file, regular
 
 _FOLDER = "keys"
 #: What the text of a key contains, and a path does not.
 _PEM = "-----BEGIN"
-#: Schemes of addresses with encryption.
-_ENCRYPTED = ("tls", "wss")
 _ROLES = ("client", "scheduler", "worker")
 _CLOCKS_DIFFER, _VALID = timedelta(hours=1), timedelta(days=365)
 _FIELDS = ("tls_ca_file", *(f"tls_{role}_{part}" for role in _ROLES for part in ("cert", "key")))
@@ -134,40 +128,3 @@ def write(files: Mapping[Path, str]) -> None:
 def paths(security: Security | None) -> dict[str, str] | None:
     """Return the paths of the keys, for the cluster's record."""
     return None if security is None else {field: getattr(security, field) for field in _FIELDS}
-
-
-def connection_args(security: Security | None, address: str) -> dict[str, Any]:
-    """Return the arguments for a connection to the scheduler at an address. Reads the key files.
-
-    Raises
-    ------
-    OSError
-        If the cluster has keys and the address is one without encryption. Dask itself refuses only ``tcp://``.
-        Or if a key file is missing or not a regular file: reading a pipe would never end.
-    """
-    scheme, _ = parse_address(address)
-    if security is not None and scheme not in _ENCRYPTED:
-        raise OSError(
-            f"invalid address {address} of a cluster with keys: expected tls://, because {scheme}:// is not "
-            "encrypted"
-        )
-    security = security or Security()
-    for field in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
-        key = getattr(security, field)
-        if isinstance(key, str) and _PEM not in key and not os.path.isfile(key):
-            raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
-    return security.get_connection_args("client")
-
-
-async def ask(address: str, security: Security | None, op: str, timeout: float, /, **arguments: Any) -> Any:
-    """Call a handler of a scheduler with a cluster's keys, see :func:`dask_cml.protocol.ask`.
-
-    Raises
-    ------
-    OSError, asyncio.TimeoutError
-        If the scheduler does not answer, or :func:`connection_args` raises it.
-    CMLError
-        If the handler raises an exception.
-    """
-    keys = await asyncio.to_thread(connection_args, security, address)
-    return await protocol.ask(address, keys, op, timeout, **arguments)

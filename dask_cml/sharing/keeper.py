@@ -44,7 +44,6 @@ from dask_cml.protocol import (
 )
 from dask_cml.records import store
 from dask_cml.records.store import Maker, Record, SchedulerState, end_file
-from dask_cml.sessions import tls
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
@@ -84,7 +83,7 @@ class Link:
     address : str or None
         The scheduler's address. None: it has not answered yet, and questions fail.
     connection_args : dict
-        The result of ``Security.get_connection_args("client")``.
+        The result of :func:`dask_cml.protocol.connection_args`.
     board : BoardState
         The last known board.
     connected : bool
@@ -137,7 +136,7 @@ class Link:
             If the scheduler belongs to another cluster, or has another protocol.
         """
         self.forget()
-        self.connection_args = await asyncio.to_thread(tls.connection_args, security, address)
+        self.connection_args = await asyncio.to_thread(protocol.connection_args, security, address)
         hello = await ask(address, self.connection_args, protocol.HELLO, timing.answer)
         self._check(hello if isinstance(hello, Mapping) else {}, record, address)
         self.address = address
