@@ -25,7 +25,7 @@ from dask_cml.core.ending import unclosed
 from dask_cml.options import state_directory
 from dask_cml.output import get_logger
 from dask_cml.protocol import END, LINES
-from dask_cml.records import liveness, store
+from dask_cml.records import store
 from dask_cml.records.history import find_ended
 from dask_cml.records.store import SCHEME, Record
 from dask_cml.sessions import here
@@ -135,8 +135,8 @@ async def _warn_of_end(record: Record) -> None:
 
     A notebook may still replace the scheduler, so Dask tries again.
     """
-    finding = await _in_thread(liveness.seen, record, await liveness.listed([record]))
-    if finding.state is liveness.State.DEAD:
+    finding = await _in_thread(store.seen, record, await store.listed([record]))
+    if finding.state is store.State.DEAD:
         text = f"Cluster {record.name} not connected: {finding.why}; run {command('delete', record.name)}"
         _warn_once(f"{record.id} {record.scheduler.address}", text)
 
@@ -293,7 +293,7 @@ async def _running(name: str) -> Record:
             raise NoSuchCluster(f"cluster {name!r} has ended: {record.scheduler.closed}", name)
         if record.scheduler.address is not None:
             return record
-        why = await _in_thread(liveness.why_ended, record)
+        why = await _in_thread(store.why_ended, record)
         if why is not None:
             raise NoSuchCluster(f"cluster {name!r} has ended: {why}; run {command('delete', name)}", name)
         state = "launching another scheduler" if record.scheduler.number else "starting"

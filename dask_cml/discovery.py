@@ -8,7 +8,7 @@ from typing import Any
 
 from dask_cml import cluster
 from dask_cml.protocol import Rank
-from dask_cml.records import liveness, store
+from dask_cml.records import store
 
 
 class CMLCluster(cluster.CMLCluster):
@@ -38,6 +38,6 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     ['mine']
     """
     records = await asyncio.to_thread(store.records)
-    for name, finding in (await liveness.judge(records)).items():
-        if finding.state is liveness.State.ALIVE:
+    for name, finding in (await store.judge(records)).items():
+        if finding.state is store.State.ALIVE:
             yield name, CMLCluster

@@ -29,8 +29,7 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.observers import EXPECTED, Observers, changing, open_dashboard
 from dask_cml.output import get_logger
 from dask_cml.records import operations, store
-from dask_cml.records.liveness import State
-from dask_cml.records.store import Maker, Record, cluster_address
+from dask_cml.records.store import Maker, Record, State, cluster_address
 from dask_cml.sessions.here import this_session, this_user
 from dask_cml.words import command
 

@@ -16,9 +16,8 @@ from dask_cml.dashboard.proxy import open_comm
 from dask_cml.errors import CMLError
 from dask_cml.output import get_logger
 from dask_cml.protocol import Rank, connection_args
-from dask_cml.records import liveness, store
-from dask_cml.records.liveness import Finding, State
-from dask_cml.records.store import Record
+from dask_cml.records import store
+from dask_cml.records.store import Finding, Record, State
 from dask_cml.sessions.workers_api import SessionInfo
 
 logger = get_logger(__name__)
@@ -137,7 +136,7 @@ class Observers:
     async def _poll(self) -> None:
         if self.records and time.monotonic() >= self._list_at:
             self._list_at = time.monotonic() + _LISTING
-            self._listing = await liveness.listed(self.records.values())
+            self._listing = await store.listed(self.records.values())
         self.records, self.findings = await asyncio.to_thread(self._read)
         await self.polled()
 
@@ -145,6 +144,6 @@ class Observers:
         records = {record.id: record for record in store.records()}
         for id, record in self.records.items():
             # A record that cannot be read for a moment has not ended its cluster.
-            if id not in records and not store.has_ended(record):
+            if id not in records and not store.is_removed(record):
                 records[id] = record
-        return records, {id: liveness.seen(record, self._listing) for id, record in records.items()}
+        return records, {id: store.seen(record, self._listing) for id, record in records.items()}

@@ -20,7 +20,7 @@ from dask_cml import CMLCluster, CMLError, NoSuchCluster, address
 from dask_cml.address import CMLBackend
 from dask_cml.options import state_directory
 from dask_cml.protocol import END
-from dask_cml.records import liveness, store
+from dask_cml.records import store
 from dask_cml.records.store import Maker, Record, SchedulerState, cluster_address
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
@@ -180,7 +180,7 @@ async def test_a_client_of_a_cluster_whose_scheduler_has_ended_says_so_once(
     creator = dataclasses.replace(Maker.this_process(), pid=2**22 + 1)
     write_record(Record("gone", maker=creator, scheduler=scheduler, launches=sessions(aaaabbbb="scheduler")))
     if is_listed:
-        monkeypatch.setattr(liveness, "load_platform", lambda _: platform)
+        monkeypatch.setattr(store, "load_platform", lambda _: platform)
         monkeypatch.setattr(platform, "list_workers", lambda: [{"id": "aaaabbbb", "status": "stopped"}])
     else:
         end(store.read("gone"), "aaaabbbb")

@@ -15,9 +15,8 @@ from schedulers import RECORD
 
 from dask_cml.layout import scheduler_file
 from dask_cml.protocol import USERS, Rank
-from dask_cml.records import liveness, operations
-from dask_cml.records.liveness import State, judge, silence
-from dask_cml.records.store import Maker, Present, SchedulerState
+from dask_cml.records import operations, store
+from dask_cml.records.store import Maker, Present, SchedulerState, State, judge, silence
 from dask_cml.scheduler import plugin
 from dask_cml.timing import timing
 
@@ -135,8 +134,8 @@ async def test_the_word_of_a_schedulers_session_proves_its_end(cluster, creator,
     assert finding.state is expected
     assert words in finding.why
     if creator == "ended":  # its workers may be stopped with it: the platform says so a moment later
-        assert liveness.why_ended(ended) is not None
-        assert liveness.why_ended(ended, {"s": {"id": "s", "status": "running"}}) is None
+        assert store.why_ended(ended) is not None
+        assert store.why_ended(ended, {"s": {"id": "s", "status": "running"}}) is None
 
 
 async def test_a_cluster_whose_creator_runs_is_not_dead_nor_one_without_a_launcher_for_two_minutes(cluster):

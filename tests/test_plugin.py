@@ -18,7 +18,7 @@ from schedulers import WATCH, begin_with, post, prepare, report, scheduler_in
 
 from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.protocol import Rank, Request
-from dask_cml.records import liveness
+from dask_cml.records import store
 from dask_cml.scheduler import plugin
 from dask_cml.scheduler.plugin import Board, StateFile
 from dask_cml.sessions.plan import PRELOAD
@@ -350,14 +350,14 @@ def test_an_old_scheduler_writes_nothing_without_its_folder_and_into_a_new_clust
 
 def test_the_sign_of_life_is_the_age_of_the_last_schedulers_file(folder):
     record = new_record(folder.name)
-    assert liveness.silence(record) is liveness.silence(new_record("gone")) is None
+    assert store.silence(record) is store.silence(new_record("gone")) is None
     for number in 9, 10:
         StateFile(folder, number).write({})
     now = (folder / scheduler_file(10)).stat().st_mtime
     os.utime(folder / scheduler_file(9), (now, now - 3600))
-    assert liveness.silence(record) < 60
+    assert store.silence(record) < 60
     os.utime(folder / scheduler_file(10), (now, now - 130))
-    assert 130 <= liveness.silence(record) < 3600
+    assert 130 <= store.silence(record) < 3600
 
 
 LIMITS = {"minimum": 4, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}

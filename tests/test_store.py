@@ -127,7 +127,7 @@ def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
         with ThreadPoolExecutor(8) as pool:
             got = [r for r, folder in zip(rivals, pool.map(take, rivals), strict=True) if folder]
         # Of two that got it one after the other, the first one finds its record gone, and stops its sessions.
-        assert [read("a")] == [record for record in got if not store.has_ended(record)]
+        assert [read("a")] == [record for record in got if not store.is_removed(record)]
         assert sorted(os.listdir(state / "a")) == FILES
         remove(read("a"))
 
@@ -259,7 +259,7 @@ def test_what_was_replaced_or_not_found_for_a_moment_is_read_again_and_has_ended
     for function, errors, act in (
         ("read_file", [OSError(errno.ESTALE, "Stale file handle")] * 3, lambda: read("a").id == record.id),
         # NFS may remember for a moment that something did not exist, which its parent lists.
-        ("check_folder", [FileNotFoundError(errno.ENOENT, "No")] * 2, lambda: not store.has_ended(record)),
+        ("check_folder", [FileNotFoundError(errno.ENOENT, "No")] * 2, lambda: not store.is_removed(record)),
     ):
         original = getattr(store, function)
 
@@ -277,7 +277,7 @@ def test_a_record_that_others_can_write_is_unreadable_and_no_ended_cluster(state
     record = new_record("a")
     claim(record)
     state.chmod(state.stat().st_mode | stat.S_IWGRP)
-    assert not store.has_ended(record)
+    assert not store.is_removed(record)
     assert store.refreshed(record) == record
     for again in lambda: read("a"), lambda: store.read_again(record):
         with pytest.raises(store.RecordUnreadable, match=r"^cannot read the record in /.*: run `chmod"):
@@ -298,7 +298,7 @@ def test_a_file_system_that_does_not_answer_has_ended_no_cluster(state, monkeypa
     for function in "check_folder", "read_file":
         for error in errno.ESTALE, errno.EACCES, errno.EIO:
             monkeypatch.setattr(store, function, Mock(side_effect=OSError(error, os.strerror(error))))
-            assert not store.has_ended(record)
+            assert not store.is_removed(record)
             for act in lambda: store.read_again(record), lambda: launch(record, "session-1"):
                 with pytest.raises(store.RecordUnreadable, match=os.strerror(error)):
                     act()

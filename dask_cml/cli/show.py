@@ -331,7 +331,7 @@ def _lines(
     for _, log in itertools.groupby(first, lambda line: line[0]):
         yield from deque(log, maxlen=tail)
     while followed is not None:
-        runs = not store.has_ended(followed)
+        runs = not store.is_removed(followed)
         yield from filter(is_wanted, read(whole=not runs))
         if not runs:
             break

@@ -32,7 +32,7 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import SessionSize, setting, state_directory
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder, open_regular, read_file, report_ignored, write_file
-from dask_cml.records import liveness, store
+from dask_cml.records import store
 from dask_cml.records.store import Record, end_file
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.session_logs import SessionLogs
@@ -317,7 +317,7 @@ def where_logs_are(cluster: EndedCluster) -> str | None:
 
 def end_of(record: Record) -> float:
     """Return the time of a cluster's last sign of life, as far as its files say. Blocks."""
-    silence = liveness.silence(record)
+    silence = store.silence(record)
     if silence is not None or record.maker.lives():
         return time.time() - (silence or 0.0)
     launches = {**record.launches, **record.ended}.values()

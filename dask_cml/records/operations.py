@@ -12,9 +12,8 @@ from typing import Any
 from dask_cml.cancellation import to_the_end
 from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.layout import SCHEDULER
-from dask_cml.records import history, liveness, store
-from dask_cml.records.liveness import Finding, State
-from dask_cml.records.store import Record, cluster_address
+from dask_cml.records import history, store
+from dask_cml.records.store import Finding, Record, State, cluster_address
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import load_platform, this_user
 from dask_cml.sessions.process import WAITS_AFTER
@@ -41,7 +40,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
     Raises
     ------
     ClusterExists
-        If a cluster with this name exists, and is not known to be dead; see :func:`liveness.seen`.
+        If a cluster with this name exists, and is not known to be dead; see :func:`store.seen`.
     CMLError
         If the sessions of a dead cluster could not be stopped.
     asyncio.CancelledError
@@ -54,7 +53,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
         old = await asyncio.to_thread(store.find, record.name)
         if old is None:
             raise
-        finding = (await liveness.judge([old], timeout=_LONG_LISTING, api=api))[old.name]
+        finding = (await store.judge([old], timeout=_LONG_LISTING, api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
     if (error := (await end_all([old], findings={old.name: finding}))[old.name]) is not None:
@@ -78,10 +77,10 @@ async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:
         manages it (None: none does, or that is unknown), the user who created it, age in seconds, when it
         ends, dashboard, the scheduler's own address, the number of queued sessions, and the longest wait in
         seconds, or None. The status is "running",
-        "starting", "not answering" or "stale"; see :func:`liveness.seen`.
+        "starting", "not answering" or "stale"; see :func:`store.seen`.
     """
     records = [*records]
-    findings = await liveness.judge(records)
+    findings = await store.judge(records)
     return [description(record, findings[record.name]) for record in records]
 
 
@@ -157,7 +156,7 @@ def queued(record: Record) -> dict[Launch, float]:
 async def ended_clusters() -> list[history.EndedCluster]:
     """Return the clusters that have ended, the last one first, also dead ones that nobody has removed."""
     records = await asyncio.to_thread(store.records)
-    findings = await liveness.judge(records)
+    findings = await store.judge(records)
     dead = [record for record in records if findings[record.name].state is State.DEAD]
     return await asyncio.to_thread(history.ended_clusters, dead)
 
@@ -178,7 +177,7 @@ async def end_all(
         Why they end, for their history. Of one that has ended before, the history says both reasons.
         Default: that the user of this process deletes them.
     findings : mapping of str to Finding, optional
-        What is known of them, see :func:`liveness.seen`. Default: find it out.
+        What is known of them, see :func:`store.seen`. Default: find it out.
 
     Returns
     -------
@@ -186,7 +185,7 @@ async def end_all(
         The errors by the names of the clusters. None if the cluster was deleted.
     """
     records = [*records]
-    known = findings or await liveness.judge(records)
+    known = findings or await store.judge(records)
     at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def attempt(record: Record) -> CMLError | None:
@@ -217,7 +216,7 @@ def deleted_by(user: str | None = None) -> str:
 
 
 async def prune() -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """Delete dead clusters; see :func:`liveness.seen`. Remove what crashed processes left behind.
+    """Delete dead clusters; see :func:`store.seen`. Remove what crashed processes left behind.
 
     Returns
     -------
@@ -227,7 +226,7 @@ async def prune() -> tuple[dict[str, CMLError | None], dict[str, str]]:
         The reasons by the names of the clusters that do not answer but may still run.
     """
     records = await asyncio.to_thread(store.records)
-    findings = await liveness.judge(records, timeout=_LONG_LISTING)
+    findings = await store.judge(records, timeout=_LONG_LISTING)
     dead = [record for record in records if findings[record.name].state is State.DEAD]
     skipped = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
     ended = await end_all(dead, findings=findings)

@@ -32,10 +32,9 @@ from dask_cml.options.table import ARGUMENTS
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.output import get_logger
 from dask_cml.protocol import Report
-from dask_cml.records import history, liveness, operations, store
+from dask_cml.records import history, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters, usage_of
-from dask_cml.records.liveness import Finding, State
-from dask_cml.records.store import Maker, Record, cluster_address
+from dask_cml.records.store import Finding, Maker, Record, State, cluster_address
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.process import Session
@@ -233,11 +232,11 @@ class ProjectClusters(Observers):
 
         def read() -> tuple[Record, Finding, dict[str, Any]]:
             record = store.refreshed(known)
-            finding = liveness.seen(record, self._listing)
+            finding = store.seen(record, self._listing)
             usage = usage_of(record, history.end_of(record))
             more = {
                 # Of a cluster that has ended since the last poll, the last known record lists some.
-                "sessions": [] if store.has_ended(record) else _sessions_of(record, finding),
+                "sessions": [] if store.is_removed(record) else _sessions_of(record, finding),
                 "logs": [*record.logs().paths()],
                 "session_hours": usage.total.hours,
                 "usage": usage.to_json(),

@@ -14,7 +14,7 @@ from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, 
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank
-from dask_cml.records import liveness, store
+from dask_cml.records import store
 from dask_cml.records.history import find_ended
 from dask_cml.records.store import Record, SchedulerState
 from dask_cml.sessions.process import CMLScheduler
@@ -37,7 +37,7 @@ class SchedulerLost(Exception):
 class Failover:
     """Finds out whether a silent scheduler has ended, and connects its cluster to another one then.
 
-    Silence is no end, see :func:`dask_cml.records.liveness.why_ended`. To the process in the scheduler's
+    Silence is no end, see :func:`dask_cml.records.store.why_ended`. To the process in the scheduler's
     session, only the end of its standard input is a sign.
 
     Each scheduler of a cluster has a number, and the process that creates the file for a number launches it.
@@ -93,7 +93,7 @@ class Failover:
                 scheduler.update(listing)
         is_listed = scheduler.is_listed and not scheduler.is_missing
         listed = {scheduler.session_id: scheduler.info} if is_listed or scheduler.has_ended else {}
-        why = await asyncio.to_thread(liveness.why_ended, record, listed)
+        why = await asyncio.to_thread(store.why_ended, record, listed)
         if why is None:
             return None
         if scheduler.info.get("status") != "failed":

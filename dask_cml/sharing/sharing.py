@@ -29,7 +29,7 @@ from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder
 from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Report, Request
-from dask_cml.records import liveness, store
+from dask_cml.records import store
 from dask_cml.records.history import Usage, find_ended, kept_logs, stop_and_remove, usage_of
 from dask_cml.records.operations import take_name
 from dask_cml.records.store import VERSION, Maker, Record, SchedulerState, cluster_address
@@ -207,7 +207,7 @@ class Sharing:
         record = await asyncio.to_thread(store.read, name)
         if record.scheduler.address is None:  # another process creates it
             cluster._tell(f"Cluster {name} is starting: waiting for its scheduler")
-            record = await liveness.wait_until_running(record)
+            record = await store.wait_until_running(record)
         if record.version != VERSION:
             raise CMLError(
                 f"cluster {name!r} was created by another dask-cml: manage it with that one, or run "
@@ -228,7 +228,7 @@ class Sharing:
         self.enter(record)
         try:
             join = self._join_within(patience, str(record.scheduler.address))
-            await first_of(join, liveness.refuse_ended(record, cluster.api))
+            await first_of(join, store.refuse_ended(record, cluster.api))
         except SchedulerTimeout as error:
             advice = f"to stop its sessions, run {command('delete', name)}"
             raise CMLError(

@@ -21,7 +21,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 from dask_cml import cancellation, checks, cluster, observers, private_files, wrapper
 from dask_cml.core import ending
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.records import liveness, operations, store
+from dask_cml.records import operations, store
 from dask_cml.scheduler import plugin, resident
 from dask_cml.serve import clusters
 from dask_cml.sessions import here, workers_api
@@ -166,14 +166,14 @@ def _patched(it: World) -> contextlib.ExitStack:
     files, table, names = it.files, ProcessTable(it.processes), itertools.count()
     patches: list[tuple[Any, str, Any]] = [
         *((module, "os", files) for module in (here, plugin, private_files, ending)),
-        *((module, "os", files) for module in (liveness, store, wrapper)),
+        *((module, "os", files) for module in (store, wrapper)),
         (store, "shutil", files.shutil),
         (store, "psutil", table),
         # The luck of sessions depends on their names.
         (checks, "secrets", SimpleNamespace(token_hex=lambda _: f"{next(names):08x}")),
         *(
             (module, "load_platform", lambda _: it.platform)
-            for module in (operations, liveness, cluster, clusters)
+            for module in (operations, store, cluster, clusters)
         ),
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (cancellation, "threading", _with(threading, Thread=Thread)),
