@@ -51,10 +51,9 @@ from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank, Request, after
 from dask_cml.sessions import here, tls
-from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session
-from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line, printable, printable_lines
 

@@ -30,10 +30,10 @@ from dask_cml.layout import LOGS_FOLDER, STARTED_FOLDER
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
 from dask_cml.protocol import NO_ANSWER, ask_with_keys
-from dask_cml.sessions.here import dashboard_link, load_platform
+from dask_cml.sessions.here import dashboard_link
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
-from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 __all__ = [
     "get_dashboard_url",

@@ -21,9 +21,8 @@ from dask_cml import CallFailed, CMLError, LaunchRefused, NotOnCML, local
 from dask_cml.cancellation import start_call
 from dask_cml.options import SessionSize
 from dask_cml.sessions import workers_api
-from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.plan import SessionPlan
-from dask_cml.sessions.workers_api import WorkersAPI, has_ended
+from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 SIZE = SessionSize(cpu=1.5, memory=2, nvidia_gpu=1)
 

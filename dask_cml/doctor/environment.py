@@ -23,7 +23,8 @@ from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import here
-from dask_cml.sessions.here import load_platform, origin, this_session
+from dask_cml.sessions.here import this_session
+from dask_cml.sessions.workers_api import load_platform, origin
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.

@@ -15,9 +15,9 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.records import history, store
 from dask_cml.records.store import Finding, Record, State, cluster_address
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.here import load_platform, this_user
+from dask_cml.sessions.here import this_user
 from dask_cml.sessions.process import WAITS_AFTER
-from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 _GOODBYE_TIMEOUT = 3.0
 #: Seconds for the platform to list its sessions, where a cluster is deleted if one has ended.

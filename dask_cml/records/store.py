@@ -70,9 +70,9 @@ from dask_cml.private_files import (
 )
 from dask_cml.protocol import Letter, Rank, WantedGroup, after_mail, ask_with_keys
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
-from dask_cml.sessions.here import dashboard_link, load_platform, this_session, this_user
+from dask_cml.sessions.here import dashboard_link, this_session, this_user
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended
+from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, load_platform
 from dask_cml.timing import timing
 from dask_cml.words import command, format_duration
 

@@ -36,8 +36,8 @@ from dask_cml.records import history, operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters, usage_of
 from dask_cml.records.store import Finding, Maker, Record, State, cluster_address
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.process import Session
+from dask_cml.sessions.workers_api import load_platform
 from dask_cml.sharing.sharing import Sharing
 from dask_cml.timing import timing
 from dask_cml.words import idle, pending, scheduler_words

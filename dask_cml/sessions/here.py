@@ -1,4 +1,4 @@
-"""Where this process runs: its platform, its session, its user, and the owner of what it launches.
+"""Where this process runs: its session, its user, and the owner of what it launches.
 
 The owner is the session with which this process's launches end.
 
@@ -11,28 +11,21 @@ from __future__ import annotations
 import contextlib
 import getpass
 import http.client
-import importlib
 import os
-import re
 import time
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
-from typing import Any
 from urllib.parse import urlsplit
 
 import dask.config
 import psutil
 
 from dask_cml.checks import web_link
-from dask_cml.errors import NotOnCML
 from dask_cml.layout import CLIENT_NAME, CLUSTER, inside_name
 from dask_cml.words import format_duration
 
 #: The kinds of sessions that have no limit, or whose limit is that of another session.
 _WITHOUT_LIMITS = frozenset({"application", "worker", "model", "experiment"})
 _LONGER = "To compute for longer, run your script as a CML Job, or run `dask cml serve` as an Application"
-#: The folder from which a workbench adds its packages to the images.
-_ADDON = re.compile(r"/cmladdon-([^/]+)/")
 #: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
 SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
 #: Dask's own template of a link, for a dashboard at a port of its host.
@@ -184,54 +177,6 @@ def _age() -> float:
         return max(0.0, time.time() - psutil.Process(1).create_time())
     except psutil.Error:
         return 0.0
-
-
-def origin(path: object) -> str:
-    """Return the path of the platform's module, with the release of the workbench that has added it.
-
-    Examples
-    --------
-    >>> origin("/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py")
-    '/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py (workbench 2.0.49-b279)'
-    """
-    release = _ADDON.search(str(path))
-    return f"{path} (workbench {release[1]})" if release else str(path)
-
-
-def load_platform(platform: str = "auto") -> Any:
-    """Import the platform's module, with ``launch_workers``, ``list_workers`` and ``stop_workers``.
-
-    Parameters
-    ----------
-    platform : {"auto", "local"}
-        ``"auto"`` is CML: ``cml.workers_v1`` or, if that is missing, ``cdsw``.
-
-    Raises
-    ------
-    NotOnCML
-        If neither module can be imported.
-    """
-    if platform == "local":
-        return importlib.import_module("dask_cml.local")
-    broken: ImportError | None = None
-    for name in ("cml.workers_v1", "cdsw"):
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("cml", name)
-            if not is_missing:
-                broken = broken or error
-            continue
-        if hasattr(module, "launch_workers"):
-            return module
-    if broken is not None:
-        specs = [spec for spec in map(PathFinder.find_spec, ("cml", "cdsw")) if spec is not None]
-        paths = ", ".join(origin(spec.origin) for spec in specs)
-        raise NotOnCML(f"cannot import the Workers API from {paths}: {broken!r}") from broken
-    raise NotOnCML(
-        "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
-        'platform="local" or set the environment variable DASK_CML__PLATFORM=local'
-    )
 
 
 def has_sidecar() -> bool:

@@ -1,8 +1,8 @@
 """The Workers API of the platform, asynchronous, with an account of every session that must be stopped.
 
-Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform, and knows what their answers and
-errors mean. A call may never return. The platform's functions ignore the HTTP status: they return a server
-error like a result.
+Only this module imports and calls ``cml.workers_v1``, ``cdsw`` or the local platform, and knows what their
+answers and errors mean. A call may never return. The platform's functions ignore the HTTP status: they return
+a server error like a result.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures.thread as executors
 import contextlib
 import functools
+import importlib
 import inspect
 import random
 import re
@@ -22,13 +23,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from datetime import datetime
+from importlib.machinery import PathFinder
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from dask_cml import compat
 from dask_cml.cancellation import no_answer, start_call
 from dask_cml.checks import is_session_id, message, web_link
-from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoAnswer
+from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoAnswer, NotOnCML
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.sessions.api_v2 import PARAMETERS, resolved
@@ -71,6 +73,8 @@ _FEWER = (
 _UNAUTHORIZED = re.compile(r"\bunauthori[sz]ed\b", re.IGNORECASE)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
+#: The folder from which a workbench adds its packages to the images.
+_ADDON = re.compile(r"/cmladdon-([^/]+)/")
 
 
 class WorkersAPI:
@@ -84,7 +88,7 @@ class WorkersAPI:
     Parameters
     ----------
     module : module
-        The platform's module, from :func:`dask_cml.sessions.here.load_platform`.
+        The platform's module, from :func:`load_platform`.
 
     Attributes
     ----------
@@ -113,7 +117,6 @@ class WorkersAPI:
     --------
     >>> from pathlib import Path
     >>> from dask_cml.options import SessionSize
-    >>> from dask_cml.sessions.here import load_platform
     >>> async def hello():
     ...     api = WorkersAPI(load_platform("local"))
     ...     size = SessionSize(1, 1)
@@ -521,6 +524,57 @@ class WorkersAPI:
             modules = {caller.f_globals.get("__name__") for caller, _ in stack}
             if thread.daemon and modules & of_platform:
                 compat.leave_pool_thread(thread)
+
+
+# -- the platform's module
+
+
+def origin(path: object) -> str:
+    """Return the path of the platform's module, with the release of the workbench that has added it.
+
+    Examples
+    --------
+    >>> origin("/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py")
+    '/runtime-addons/cmladdon-2.0.49-b279/lib/cml/workers_v1.py (workbench 2.0.49-b279)'
+    """
+    release = _ADDON.search(str(path))
+    return f"{path} (workbench {release[1]})" if release else str(path)
+
+
+def load_platform(platform: str = "auto") -> Any:
+    """Import the platform's module, with ``launch_workers``, ``list_workers`` and ``stop_workers``.
+
+    Parameters
+    ----------
+    platform : {"auto", "local"}
+        ``"auto"`` is CML: ``cml.workers_v1`` or, if that is missing, ``cdsw``.
+
+    Raises
+    ------
+    NotOnCML
+        If neither module can be imported.
+    """
+    if platform == "local":
+        return importlib.import_module("dask_cml.local")
+    broken: ImportError | None = None
+    for name in ("cml.workers_v1", "cdsw"):
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name in ("cml", name)
+            if not is_missing:
+                broken = broken or error
+            continue
+        if hasattr(module, "launch_workers"):
+            return module
+    if broken is not None:
+        specs = [spec for spec in map(PathFinder.find_spec, ("cml", "cdsw")) if spec is not None]
+        paths = ", ".join(origin(spec.origin) for spec in specs)
+        raise NotOnCML(f"cannot import the Workers API from {paths}: {broken!r}") from broken
+    raise NotOnCML(
+        "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
+        'platform="local" or set the environment variable DASK_CML__PLATFORM=local'
+    )
 
 
 # -- sessions and answers
