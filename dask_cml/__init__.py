@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster as CMLCluster
     from dask_cml.cluster import WorkerGroup as WorkerGroup
     from dask_cml.cluster import close_all as close_all
-    from dask_cml.core.adaptive import CMLAdaptive as CMLAdaptive
+    from dask_cml.core.groups import CMLAdaptive as CMLAdaptive
     from dask_cml.errors import CallFailed as CallFailed
     from dask_cml.errors import ClusterExists as ClusterExists
     from dask_cml.errors import CMLError as CMLError
@@ -30,7 +30,7 @@ _OFFERED = {
     "cluster": "CMLCluster WorkerGroup close_all",
     "errors": "CMLError CallFailed ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout "
     "SessionFailed",
-    "core.adaptive": "CMLAdaptive",
+    "core.groups": "CMLAdaptive",
     "private_files": "NotPrivate",
     "records.history": "SessionHours Usage",
     "sessions.process": "CMLScheduler CMLWorker Session",

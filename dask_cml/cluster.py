@@ -28,9 +28,8 @@ from distributed.utils import Log, Logs, in_async_call
 
 from dask_cml import checks, output
 from dask_cml.cancellation import cancel, end_of, gather_or_cancel, within
-from dask_cml.core.adaptive import AdaptedCluster, CMLAdaptive
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
-from dask_cml.core.groups import Groups, check_class
+from dask_cml.core.groups import AdaptedCluster, CMLAdaptive, Groups, check_class
 from dask_cml.core.look import Look
 from dask_cml.core.workers import Workers, said_by_workers, with_numbers
 from dask_cml.display import EscapedLogs, describe, html_of

@@ -103,7 +103,7 @@ class Request:
     n : int
         Number of worker sessions, to scale a group or of a new one.
     limits : mapping or None
-        The limits and options of adaptive scaling, see :attr:`dask_cml.core.adaptive.CMLAdaptive.limits`.
+        The limits and options of adaptive scaling, see :attr:`dask_cml.core.groups.CMLAdaptive.limits`.
     options : mapping
         The options of a new group, as in ``CMLCluster.add_worker_group``.
     names : collection of str

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_cml import CMLAdaptive
-from dask_cml.core import adaptive
+from dask_cml.core import groups
 from dask_cml.core.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
 
 GPU = {"GPU": 1}
@@ -331,7 +331,7 @@ def simulate(monkeypatch):
 
     def simulate(*arguments, **options):
         made = Simulation(*arguments, **options)
-        monkeypatch.setattr(adaptive, "monotonic", lambda: made.now)
+        monkeypatch.setattr(groups, "monotonic", lambda: made.now)
         return made
 
     return simulate
