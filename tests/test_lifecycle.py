@@ -257,6 +257,24 @@ async def test_a_session_whose_launch_is_answered_when_its_process_leaves_or_lat
     await shut_down()
 
 
+@pytest.mark.parametrize("is_deleted", [False, True])
+@simulated
+async def test_a_session_without_a_program_whose_launch_is_answered_later_is_recorded_or_stopped(
+    it, is_deleted
+):
+    async with own(0) as cluster:
+        it.platform.doom("silent")
+        it.platform.plan("launch_workers", Mishap(after=20.0))
+        cluster.scale(1)
+        await eventually(lambda: "night-0" in it.platform.running)
+    if is_deleted:
+        await shut_down()
+        await eventually(lambda: not it.platform.running)
+    else:
+        await eventually(lambda: it.platform.running["night-0"] in store.read("night").sessions)
+        await shut_down()
+
+
 @simulated
 async def test_a_cluster_whose_process_is_killed_while_it_closes_is_deleted_by_another_one(it):
     creator = await create_elsewhere(it, name="mine")

@@ -157,10 +157,8 @@ class Ending:
         try:
             if how is How.SHUT_DOWN:
                 await self._stop_sessions()
-            elif self._cluster.sharing.is_keeper and self._cluster.sharing.keeper.journal.gone:
-                await self._cluster.api.close()  # no other process can find the sessions
             else:
-                self._cluster.api.leave()
+                await self._cluster.api.leave(self._cluster.sharing.leave_sessions)
             await self._cluster._close_dask()
         except BaseException:
             self._cluster.status = Status.failed

@@ -149,7 +149,9 @@ class WorkersAPI:
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
         self._stopping = _stopping.setdefault(module, set())
-        self._ended = self._left = False
+        self._ended = False
+        #: What the end does with :attr:`live`, again after each launch that is answered later.
+        self._end: Callable[[], object] = self.end
 
     @property
     def problem(self) -> str | None:
@@ -236,8 +238,8 @@ class WorkersAPI:
                 session = self._ask_for(plan)
                 launched.append(session)
         finally:
-            if self._ended and not self._left:  # perhaps end() did not wait for this call
-                start_call(self.end)
+            if self._ended:  # perhaps the end did not wait for this call
+                start_call(self._end)
         if session is None or self._ended:
             raise CMLError(f"{plan.name} not launched: the cluster has shut down")
         return session
@@ -370,12 +372,10 @@ class WorkersAPI:
 
     # -- the end
 
-    def leave(self) -> None:
-        """Launch nothing more, and leave all sessions to other processes, also what is launched late."""
-        self._left = self._ended = True  # in this order: a thread that sees its end may stop all sessions
-        self.forget(*self.live)
-        if self._listing is not None:
-            self._listing.cancel()
+    async def leave(self, leave: Callable[[], object]) -> None:
+        """Launch nothing more, and call `leave` for :attr:`live`, again for what is launched late."""
+        self._end, self._ended = leave, True  # in this order: a thread that sees the end calls it
+        await self.close(leave)
 
     async def close(self, end: Callable[[], object] | None = None) -> None:
         """Call :meth:`end`, or `end`, without blocking the event loop."""

@@ -352,17 +352,15 @@ class Journal:
         self._entering.append(process)
         await self._locked(self._enter)
 
-    async def write(self, processes: Iterable[CMLProcess], *, is_last: bool = False) -> None:
+    async def write(self, processes: Iterable[CMLProcess]) -> None:
         """Write what has changed. Log an error once; the next call tries again.
 
         Parameters
         ----------
         processes : iterable of CMLProcess
             The scheduler and the workers.
-        is_last : bool
-            Whether this process launches nothing any more.
         """
-        await self._locked(self._write, {str(process.session_id): process for process in processes}, is_last)
+        await self._locked(self._write, {str(process.session_id): process for process in processes})
 
     async def _locked(self, write: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         try:
@@ -382,20 +380,19 @@ class Journal:
         entering, self._entering = self._entering, []
         if not entering:
             return
-        launches = [self._launch(str(process.session_id), process.name, process) for process in entering]
+        launches = [launch_of(str(process.session_id), process.name, process) for process in entering]
         await self._put(launches)
         self._written.update(launch.id for launch in launches)
 
-    async def _write(self, processes: dict[str, CMLProcess], is_last: bool) -> None:
+    async def _write(self, processes: dict[str, CMLProcess]) -> None:
         sessions, now = self._api.live.copy(), int(time.time())
         new = {session: name for session, name in sessions.items() if session not in self._written}
         # The process of a session may not know of it yet. An engine of a refused launch has no process.
         unused = new.keys() - processes.keys()
-        if not is_last:
-            for session in unused - self._unused:
-                del new[session]
+        for session in unused - self._unused:
+            del new[session]
         self._unused = unused
-        launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
+        launched = [launch_of(session, name, processes.get(session)) for session, name in new.items()]
         for session, process in processes.items():
             if process.loss is not None or process.info.get("finished_at"):
                 self._ends[session] = _end_of(process)
@@ -417,19 +414,20 @@ class Journal:
         await to_the_end(store.write_sessions, self._record, launched, ends)
         self.gone, self._failure = False, None
 
-    def _launch(self, session: str, name: str, process: CMLProcess | None) -> Launch:
-        """Return how a session was launched. Without a process, it is the engine of a refused launch."""
-        owner = this_owner() if process is None else process.owner
-        launched = time.time() if process is None else process.since.timestamp()
-        plan: SessionPlan | None = None if process is None else process.plan
-        return Launch(
-            id=session,
-            key=SCHEDULER if isinstance(process, CMLScheduler) else name,
-            owner=owner if is_session_id(owner) else None,
-            launched=int(launched),
-            size=None if plan is None else plan.size,
-            group=None if process is None else process.group,
-        )
+
+def launch_of(session: str, name: str, process: CMLProcess | None = None) -> Launch:
+    """Return how a session was launched. None: nobody knows its process, or it has none."""
+    owner = this_owner() if process is None else process.owner
+    launched = time.time() if process is None else process.since.timestamp()
+    plan: SessionPlan | None = None if process is None else process.plan
+    return Launch(
+        id=session,
+        key=SCHEDULER if isinstance(process, CMLScheduler) else name,
+        owner=owner if is_session_id(owner) else None,
+        launched=int(launched),
+        size=None if plan is None else plan.size,
+        group=None if process is None else process.group,
+    )
 
 
 def _end_of(process: CMLProcess) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from distributed.objects import SchedulerInfo
 from distributed.utils import NoOpAwaitable
 
 from dask_cml import compat, output
-from dask_cml.cancellation import cancel, first_of, within
+from dask_cml.cancellation import call_within, cancel, first_of, within
 from dask_cml.core.ending import How, name_others
 from dask_cml.core.workers import with_numbers
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
@@ -40,7 +40,7 @@ from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sharing.failover import Failover, SchedulerLost
-from dask_cml.sharing.keeper import Follower, Keeper, Link
+from dask_cml.sharing.keeper import Follower, Keeper, Link, launch_of
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line
 
@@ -576,7 +576,7 @@ class Sharing:
     async def close(self, how: How) -> None:
         """Write the record for the last time. If this process leaves, another one keeps the cluster."""
         if self.is_keeper:
-            await self.keeper.journal.write(self._cluster.processes.launched, is_last=True)
+            await self.keeper.journal.write(self._cluster.processes.launched)
         if how is How.LEAVE:
             # Together in less than the time of files, so that the user is told if the scheduler hangs.
             if self.is_keeper:
@@ -584,6 +584,24 @@ class Sharing:
                     await within(timing.files / 2, self.keeper.publish(leaves=True))
             with self._warn_if_unwritten():
                 await within(timing.files / 3, self.link.post_unreported())
+
+    def leave_sessions(self) -> None:
+        """Leave the sessions to other processes, which find them in the record. Blocks.
+
+        Stop them if another process has deleted the cluster.
+        """
+        api, record = self._cluster.api, self.record or self.new_record
+        if not (live := api.live.copy()):
+            return
+        try:
+            latest = call_within(timing.files, store.read_again, record)
+            new = [launch_of(session, live[session]) for session in live.keys() - latest.launches.keys()]
+            call_within(timing.files, store.write_sessions, record, new)
+        except NoSuchCluster:
+            api.end()
+        except (OSError, CMLError) as error:
+            logger.warning("Record of cluster %s not written: %s", record.name, error)
+        api.forget(*live)
 
     def forget(self) -> None:
         """Forget the board and the Dask workers, because this object is closed."""
