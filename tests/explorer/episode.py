@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from clusters import is_keeper, lines_of
+from clusters import is_keeper, lines_of, record_of
 from distributed.core import Status
 from simulated.faults import CALM, Weather
 from simulated.process import SimulatedProcess
@@ -593,12 +593,15 @@ class Episode:
 
     def _check_objects(self) -> None:
         """An object ends by a word of its user, or with its cluster."""
-        if self.ends or self.record() is None or self._is_dead():
+        record = self.record()
+        if self.ends or record is None or self._is_dead():
             return
         for actor in [*self.actors.values()]:
             if not isinstance(actor, Notebook) or not actor.runs or actor.ended or not actor.started:
                 continue
-            if actor.cluster is not None and actor.cluster.status in (Status.closed, Status.failed):
+            if actor.cluster is None or getattr(record_of(actor.cluster), "id", None) != record.id:
+                continue  # of another cluster, which had the name before
+            if actor.cluster.status in (Status.closed, Status.failed):
                 self.violate(
                     f"{actor.name}'s object has ended, and its cluster runs: {self._told([actor])[-1:]}"
                 )
@@ -669,13 +672,17 @@ class Episode:
         return not any(map(self._may_answer, self.sessions("scheduler"))) and not self._is_busy()
 
     def _has_vanished(self) -> bool:
-        """Whether the scheduler's session has ended without a word, and nobody is left who lists it."""
+        """Whether the scheduler's session has ended without a word, and nobody is left who lists it.
+
+        Then there is no proof of its end. Who has left the cluster does not look any more.
+        """
         record, platform = self.record(), self.platform
+        using = [actor for name, actor in self.actors.items() if actor.runs and not self.idle(name)]
         last = [session for session in platform.all.values() if session.key == "scheduler"][-1:]
         return any(
             not session.live
             and (record is not None and session.id in record.sessions)
-            and all(actor.session != session.master for actor in self.actors.values() if actor.runs)
+            and all(actor.session != session.master for actor in using)
             for session in last
         )
 
