@@ -418,6 +418,7 @@ MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "notes a launch": (lambda cluster: cluster.sharing.keeper.journal, "enter"),
     "tells its user": (lambda cluster: cluster.look, "tell"),
     "stops sessions": (lambda cluster: cluster.processes, "stop"),
+    "lets the sessions go": (lambda cluster: cluster.processes, "close"),
     "reports": (lambda cluster: cluster.sharing.keeper, "publish"),
     "writes the record": (lambda cluster: cluster.sharing.keeper.journal, "write"),
 }

@@ -591,7 +591,13 @@ async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_whe
 
 @pytest.mark.slow
 @simulated
-async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it, monkeypatch):
+async def test_a_launch_and_a_group_count_that_come_while_the_keeper_yields(it, monkeypatch):
+    async def add_and_scale():
+        step_out(cluster, "lets the sessions go")
+        await asyncio.wait_for(cluster.add_worker_group("big"), 60.0)
+        cluster.scale(1, worker_group="big")
+        await close()
+
     async def _stop_looking():
         answer()
         await eventually(lambda: recorded.is_set())
@@ -607,12 +613,13 @@ async def test_a_launch_that_is_answered_while_the_keeper_yields_is_recorded(it,
         stop = cluster._stop_looking
         monkeypatch.setattr(cluster, "_stop_looking", _stop_looking)
         note = step_in(cluster, "notes a launch", launched)
+        close = step_in(cluster, "lets the sessions go", add_and_scale)
         with it.platform.held("launch_workers") as answer:
             cluster.scale(1)
             await eventually(lambda: it.platform.under_way)
             await stop_managing(cluster)
         assert "shared-0" in [launch.key for launch in known.values()]
-        await eventually(lambda: is_keeper(cluster) and has(cluster, 1))
+        await eventually(lambda: is_keeper(cluster) and arrived(cluster) == 2)
 
 
 @pytest.mark.slow

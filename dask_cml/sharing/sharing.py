@@ -477,11 +477,10 @@ class Sharing:
     async def _let_go(self) -> None:
         """Know of no session any more, because another process launches and stops them."""
         cluster = self._cluster
-        async with cluster._lock:
-            await cluster.processes.close()
-            cluster.api.forget(*cluster.api.live)
-            cluster.workers.clear()
         cluster.groups.yield_adapting()
+        await cluster.processes.close()
+        cluster.api.forget(*cluster.api.live)
+        cluster.workers.clear()
         await self.unsubscribe()
 
     def request(self, request: Request) -> Awaitable[None]:
