@@ -31,7 +31,7 @@ from dask_cml.cancellation import cancel, end_of, gather_or_cancel, within
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import AdaptedCluster, CMLAdaptive, Groups, check_class
 from dask_cml.core.look import Look
-from dask_cml.core.workers import Workers, said_by_workers, with_numbers
+from dask_cml.core.workers import Workers, startup_information, with_numbers
 from dask_cml.display import EscapedLogs, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, shows_errors_in_short, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
@@ -767,7 +767,7 @@ class CMLCluster(SpecCluster):
                     f"{command('scale', self.options.name, 'N')}"
                 )
             # The keeper abandons workers that do not answer while they move their data.
-            connected = {about.get("name") for about in said_by_workers(self).values()}
+            connected = {info.get("name") for info in startup_information(self).values()}
             if len(left) < fewest or connected & ({*left} - staying):
                 fewest, deadline = len(left), now + timing.finish
             elif now > deadline:

@@ -265,8 +265,8 @@ def with_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
     return {**info, "workers": numbers}
 
 
-def said_by_workers(cluster: Any) -> dict[str, Mapping[str, Any]]:
-    """Return what the connected Dask workers say of themselves, see :mod:`dask_cml.worker.process`."""
+def startup_information(cluster: Any) -> dict[str, Mapping[str, Any]]:
+    """Return what the connected Dask workers report of themselves, see :mod:`dask_cml.worker.process`."""
     infos = [*cluster.scheduler_info["workers"].values()]
     return {str(info["name"]): info.get("cml") or {} for info in infos}
 
@@ -667,7 +667,7 @@ class Workers:
         """
         connected, unknown = self.take_connected(), set()
         for session, name in self.unused.items():
-            if not is_session_id(connected.get(name)) and await self.claim(session, name) is None:
+            if name not in connected and await self.claim(session, name) is None:
                 unknown.add(session)
         return self.unused.keys() - unknown
 
@@ -688,17 +688,19 @@ class Workers:
         return True
 
     def take_connected(self) -> dict[str, str]:
-        """Let every wanted worker be the session in which its Dask worker runs. Return what these say.
+        """Let every wanted worker be the session in which its Dask worker runs. Return all such sessions.
 
         If the answer to a launch is lost, the launch is repeated. The first session may take the name, and
         the worker be that of the second answer.
         """
-        said = said_by_workers(self._cluster).values()
-        sessions = {about.get("name", ""): str(about.get("session") or "") for about in said}
+        sessions = {}
+        for info in startup_information(self._cluster).values():
+            if info.get("name") and is_session_id(info.get("session")):
+                sessions[info["name"]] = info["session"]
         known = {worker.name: worker.session_id for worker in self.workers()}
         unanswered = self.launching - self._cluster.workers.keys()
         for name, session in sessions.items() - known.items():
-            if name in self._cluster.worker_spec and name not in unanswered and is_session_id(session):
+            if name in self._cluster.worker_spec and name not in unanswered:
                 self.adopt(session, name)
         return sessions
 
@@ -720,8 +722,8 @@ class Workers:
             return
         logger.info("Session %s used as %s", session, name)
         if name not in self._cluster.worker_spec:  # its options are unknown
-            said = said_by_workers(self._cluster)
-            worker.dask_names = [name for name, about in said.items() if about.get("session") == session]
+            workers = startup_information(self._cluster)
+            worker.dask_names = [name for name, info in workers.items() if info.get("session") == session]
             worker.group = launch.worker_group(self._cluster.options.name) if launch else DEFAULT_GROUP
         worker.adopt(session, launch, waits=waits)
         self._cluster.workers[name] = worker

@@ -616,13 +616,13 @@ class Keeper:
         except CMLError as error:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
             return
-        said = self._cluster.processes.take_connected()
+        connected = self._cluster.processes.take_connected()
         processes = {str(process.session_id): process for process in self._cluster.processes.launched}
-        for known in processes.keys() & record.launches.keys():
-            processes[known].begin(record.launches[known].started)
+        for session in processes.keys() & record.launches.keys():
+            processes[session].begin(record.launches[session].started)
         used = processes.keys() | self._cluster.processes.stopping | self._cluster.api.stopped
-        found = {**record.sessions, **{session: name for name, session in said.items() if session and name}}
-        strays = {session: key for session, key in found.items() if session not in used}
+        known = record.sessions | {session: worker for worker, session in connected.items()}
+        strays = {session: key for session, key in known.items() if session not in used}
         self._strays = {session: self._strays.get(session, 0) + 1 for session in strays}
         for session, key in strays.items():
             launch = record.launches.get(session)
