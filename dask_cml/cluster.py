@@ -1292,7 +1292,7 @@ class CMLCluster(SpecCluster):
 
     def __repr__(self) -> str:
         # Cluster.__repr__ (cluster.py:548) shows no problem, and counts no worker that is on its way.
-        words = describe(self)
+        words = describe(self, self.sessions)
         text = super().__repr__()
         head, workers, rest = text.partition(", workers=")
         n, threads, rest = rest.partition(", threads=")

@@ -8,7 +8,7 @@ import html
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,11 @@ def html_of(cluster: Any, cluster_status: str) -> str:
             "total_memory": sum(worker["memory_limit"] for worker in workers),
         }
         scheduler_info = render("scheduler_info.html.j2", scheduler=listed, **listed)
-    sessions, widget = session_rows(cluster), getattr(cluster, "_cached_widget", None)
+    sessions, widget = cluster.sessions, getattr(cluster, "_cached_widget", None)
+    table = session_rows(cluster, sessions)
     if widget is not None:
-        _show_in_tab(sessions, widget)
-        sessions = {"cluster": cluster}
-    rows = render("cml_sessions.html.j2", description=describe(cluster), **sessions)
+        _show_in_tab(table, widget)
+    rows = render("cml_sessions.html.j2", description=describe(cluster, sessions), widget=widget, **table)
     return render(
         "cluster.html.j2",
         type=type(cluster).__name__,
@@ -106,11 +106,11 @@ class EscapedLogs(Logs):
         return str(Logs._repr_html_(Logs({html.escape(name): log for name, log in self.items()})))
 
 
-def session_rows(cluster: Any) -> dict[str, Any]:
+def session_rows(cluster: Any, sessions: Sequence[Session]) -> dict[str, Any]:
     """Return what templates show of the sessions, with their status. Of many, connected ones come last."""
-    sessions, connected = cluster.sessions, cluster.processes.arrived()
+    connected = cluster.processes.arrived()
     if len(sessions) > _MOST_SESSIONS:
-        sessions.sort(key=lambda session: (session.role, session.name in connected))
+        sessions = sorted(sessions, key=lambda session: (session.role, session.name in connected))
     rows = [(session, status_of(session, connected)) for session in sessions[:_MOST_SESSIONS]]
     return {"cluster": cluster, "n_sessions": len(sessions), "rows": rows}
 
@@ -122,20 +122,21 @@ def status_of(session: Session, connected: Collection[str]) -> str:
     return session.status if session.waits_for is None else waiting(session.waits_for)
 
 
-def _show_in_tab(sessions: Mapping[str, Any], widget: Any) -> None:
-    """Show the sessions in a third tab of a widget.
+def _show_in_tab(table: Mapping[str, Any], widget: Any) -> None:
+    """Show the sessions in a tab of a widget, the last one.
 
     Cluster._widget (cluster.py:391) writes the first tab again and again, which would close a list there.
     """
-    if len(widget.children) == 2:
+    if not hasattr(widget, "sessions"):
         from ipywidgets import HTML
 
-        widget.children = [*widget.children[:2], HTML()]
-        widget.set_title(2, "Sessions")
-    widget.children[2].value = render("cml_session_table.html.j2", **sessions)
+        widget.sessions = HTML()
+        widget.children = [*widget.children, widget.sessions]
+        widget.set_title(len(widget.children) - 1, "Sessions")
+    widget.sessions.value = render("cml_session_table.html.j2", **table)
 
 
-def describe(cluster: Any) -> dict[str, str | None]:
+def describe(cluster: Any, sessions: Sequence[Session]) -> dict[str, str | None]:
     """Return what users read of a cluster, in words, which are empty where there is nothing to say.
 
     Returns
@@ -148,9 +149,9 @@ def describe(cluster: Any) -> dict[str, str | None]:
     """
     board = cluster.sharing.link.board
     groups, n_pending = cluster.groups.names, cluster.n_pending
-    limits = {group: found for group in groups if (found := cluster.groups.limits(group))}
-    bounds = {group: (found["minimum"], found["maximum"]) for group, found in limits.items()}
-    scheduler = next((found for found in cluster.sharing.role.sessions if found.role == "scheduler"), None)
+    limits = {group: cluster.groups.limits(group) for group in groups}
+    bounds = {group: (adapt["minimum"], adapt["maximum"]) for group, adapt in limits.items() if adapt}
+    scheduler = next((session for session in sessions if session.role == "scheduler"), None)
     is_another = cluster.place.number and cluster.sharing.is_connected
     return {
         "status": _status_words(cluster),
@@ -159,7 +160,7 @@ def describe(cluster: Any) -> dict[str, str | None]:
         "adapts": adapting(bounds, groups),
         "idle": idle(cluster.sharing.link.idle, timing.idle),
         "scheduler": scheduler_words(scheduler.waits_for, is_another and scheduler.age) if scheduler else "",
-        "pending": pending(cluster.processes.waits(cluster.sessions), n_pending) if n_pending else "",
+        "pending": pending(cluster.processes.waits(sessions), n_pending) if n_pending else "",
     }
 
 

@@ -252,8 +252,9 @@ async def test_of_many_sessions_the_scheduler_and_those_that_are_not_connected_a
         cluster.scale(62)
         await eventually(lambda: len(cluster.sessions) > 61 or cluster.problem)
         page, tab = cluster._repr_html_(), cluster._widget()
+        tab.children = [*tab.children, type(tab.children[0])("a subclass's")]
         assert cluster._repr_html_().count("Local directory") == 20
-        for shown in page, tab.children[2].value:
+        for shown in page, tab.children[3].value:
             assert "more sessions run. <code>dask cml info night</code> lists them all." in shown
             assert "night-scheduler" in shown
 
