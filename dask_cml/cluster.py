@@ -954,7 +954,7 @@ class CMLCluster(SpecCluster):
         """Launch the scheduler and all workers, and begin to look at them."""
         options = self.options
         try:
-            await self.processes.start(strict=True)
+            await self.processes.create()
         except LaunchRefused as error:
             raise LaunchRefused(error.name, error.reason, _ASK_FOR_LESS) from None
         self._begin_looking()

@@ -455,16 +455,52 @@ class Workers:
 
     # -- start
 
-    async def start(self, *, strict: bool) -> None:
-        """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
+    async def create(self) -> None:
+        """Launch the scheduler and all wanted workers, and show the progress.
+
+        Raises
+        ------
+        LaunchRefused, SessionFailed, SchedulerTimeout
+            As in :class:`dask_cml.CMLCluster`, also for a worker.
+        """
+        cluster, options = self._cluster, self._cluster.options
+        names = [*cluster.worker_spec]  # a user may scale meanwhile
+        # Before the scheduler's session is launched: a spec or a label may be invalid.
+        await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
+        for group in (options, *options.groups().values()):
+            await cluster.api.find_labels(group.launch_options)
+        for name in names:
+            self.make(name)
+        shown = StartDisplay(cluster, names)
+        asking = start_call(api_v2.quota_left)
+
+        async def launch() -> None:
+            # Only now: as soon as the workers are launched, the platform counts them as used.
+            if asking.done():
+                shown.notice = api_v2.shortage(cluster.groups.others()[1:], asking.result()) or ""
+            await gather_or_cancel(*[self.launch_one(name) for name in names])
+
+        showing = None if cluster._quiet else asyncio.create_task(shown.run())
+        has_started = False
+        try:
+            await self.start(launch)
+            has_started = True
+        finally:
+            if showing is not None:
+                await cancel(showing)
+                await shown.end(has_started)
+        if shown.notice:
+            cluster._tell(f"Cluster {options.name}: {shown.notice}")
+
+    async def start(self, launch: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Launch the scheduler and, as soon as the platform has accepted it, the workers.
 
         Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
 
         Parameters
         ----------
-        strict : bool
-            Whether a worker that is not launched is an error, and the progress is shown. Otherwise it is
-            launched later.
+        launch : callable
+            Launches the workers. What it leaves under way goes on, also after an error.
 
         Raises
         ------
@@ -474,44 +510,16 @@ class Workers:
         cluster = self._cluster
         arguments = {"api": cluster.api, "place": cluster.place, **cluster.scheduler_spec["options"]}
         scheduler: CMLScheduler = class_of(cluster.scheduler_spec)(**arguments)
-        names = [*cluster.worker_spec]  # a user may scale meanwhile
-        if strict:  # before the scheduler's session is launched: a spec or a label may be invalid
-            options = cluster.options
-            await cluster.api.find_labels(options.scheduler_launch_options, "scheduler_launch_options")
-            for group in (options, *options.groups().values()):
-                await cluster.api.find_labels(group.launch_options)
-            for name in names:
-                self.make(name)
-        shown = StartDisplay(cluster, names)
-        is_shown = strict and not cluster._quiet
-        showing = asyncio.create_task(shown.run()) if is_shown else None
-        watching: asyncio.Task[None] | None = None
-        asking = start_call(api_v2.quota_left) if strict else None
-        has_started = False
+        # The scheduler's session first: in a queue, workers could take its place.
+        await scheduler.launch()
+        cluster.scheduler = scheduler  # only now: whoever awaits the cluster would launch it, too
+        await cluster.sharing.keeper.journal.write(self.launched)
+        watching = asyncio.create_task(self._watch())
         try:
-            # The scheduler's session first: in a queue, workers could take its place.
-            await scheduler.launch()
-            cluster.scheduler = scheduler  # only now: whoever awaits the cluster would launch it, too
-            # Only now: as soon as the workers are launched, the platform counts them as used.
-            if asking is not None and asking.done():
-                shown.notice = api_v2.shortage(cluster.groups.others()[1:], asking.result()) or ""
-            await cluster.sharing.keeper.journal.write(self.launched)
-            watching = asyncio.create_task(self._watch())
-            if strict:
-                launches = [self.launch_one(name) for name in names]
-            else:
-                launches = [self.launch(self.ready, unasked=True)]
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
-            await gather_or_cancel(self._wait_and_join(scheduler), *launches)
-            has_started = True
+            await gather_or_cancel(self._wait_and_join(scheduler), launch())
         finally:
-            await cancel(watching, showing)
-            if not has_started:
-                await self.stop_launching()
-            if is_shown:
-                await shown.end(has_started)
-        if shown.notice:
-            cluster._tell(f"Cluster {cluster.options.name}: {shown.notice}")
+            await cancel(watching)
 
     async def _wait_and_join(self, scheduler: CMLScheduler) -> None:
         await scheduler

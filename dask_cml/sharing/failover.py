@@ -189,6 +189,7 @@ class Failover:
                 except SchedulerLost:
                     raise
                 except Exception as error:  # the platform's library may raise anything
+                    await cluster.processes.stop_launching()  # until another scheduler runs
                     why = str(error) if isinstance(error, CMLError) else repr(error)
                     logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
                     # It may answer later, also if only the platform's answer to its launch was lost.
@@ -265,6 +266,7 @@ class Failover:
     async def _launch(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
         cluster, sharing, last = self._cluster, self._cluster.sharing, record.scheduler
+        workers = cluster.processes
         lost_at = sharing.unreached_since or time.monotonic()
         cluster.groups.given(await asyncio.to_thread(store.given_names, record))
         anew = not sharing.is_keeper
@@ -294,7 +296,7 @@ class Failover:
             cluster._move(replace(cluster.place, number=number))
             self._link.rank = Rank.OWNER  # the next sessions belong to this one
             keeper.renew()
-            await cluster.processes.start(strict=False)
+            await workers.start(lambda: workers.launch(workers.ready, unasked=True))
         cluster._begin_looking()
         cluster._tell(
             f"Cluster {record.name} connected to another scheduler after {time.monotonic() - lost_at:.0f} s"
