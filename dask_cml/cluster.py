@@ -266,14 +266,14 @@ class CMLCluster(SpecCluster):
             expected = "a whole number; a cluster's name is its option `name`"
             raise TypeError(checks.message("n_workers", n_workers, expected))
         options = Options.read(**given).inheriting()
-        own = here.this_cluster()
-        if own is not None and options.create_mode == "create" and given.get("create_mode") is None:
-            raise CMLError(
-                f"cluster not created: this process runs in a session of cluster {own}, perhaps because "
-                "a task imports the module that creates the cluster. Create it in a function, or below "
-                "`if __name__ == \"__main__\":`. For a cluster of this session, pass create_mode='create'"
-            )
         if options.create_mode == "create":
+            own = here.this_cluster()
+            if own is not None and given.get("create_mode") is None:
+                raise CMLError(
+                    f"cluster not created: this process runs in a session of cluster {own}, perhaps because "
+                    "a task imports the module that creates the cluster. Create it in a function, or below "
+                    "`if __name__ == \"__main__\":`. For a cluster of this session, pass create_mode='create'"
+                )
             check_new(options)
         try:
             self._set_up(
