@@ -531,7 +531,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if reason is not None:
             for callback in self._periodic:
                 callback.stop()
-            logger.warning("Scheduler closed: %s", reason)
             self._closing = asyncio.create_task(self._lifetime.end(reason))
 
     @property
