@@ -31,7 +31,7 @@ from dask_cml.cancellation import cancel, end_of, gather_or_cancel, within
 from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
 from dask_cml.core.groups import AdaptedCluster, CMLAdaptive, Groups, check_class
 from dask_cml.core.look import Look
-from dask_cml.core.workers import Workers, startup_information, with_numbers
+from dask_cml.core.workers import Workers, startup_information
 from dask_cml.display import EscapedLogs, describe, html_of
 from dask_cml.errors import CMLError, LaunchRefused, shows_errors_in_short, without_frames
 from dask_cml.naming import DEFAULT_GROUP, session_name
@@ -983,7 +983,6 @@ class CMLCluster(SpecCluster):
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
         # and keeps its spec. The keeper finds out why a session's worker is gone, and replaces it.
         if op == "add":
-            msg = with_numbers(msg)
             self.look.note_seen(str(info["name"]) for info in msg["workers"].values())
         elif op == "remove":
             self.look.woken.set()
@@ -1005,7 +1004,7 @@ class CMLCluster(SpecCluster):
             if self.sharing.is_connected:
                 limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
                 try:
-                    answer = with_numbers(await self._ask_scheduler("identity", limit))
+                    answer = await self._ask_scheduler("identity", limit)
                 except NO_ANSWER as error:
                     logger.debug("Workers of cluster %s not counted: %r", self.options.name, error)
                 else:

@@ -247,24 +247,6 @@ class Backoff:
         return int(min(n, self.ceiling))
 
 
-def with_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's description, with numbers where Dask and dask-labextension sum.
-
-    A number that is none becomes 0, as for a worker whose memory has no limit.
-
-    Examples
-    --------
-    >>> with_numbers({"workers": {"tcp://10.0.0.1:1234": {"nthreads": 2, "memory_limit": None}}})
-    {'workers': {'tcp://10.0.0.1:1234': {'nthreads': 2, 'memory_limit': 0}}}
-    """
-    numbers = {}
-    for address, worker in info["workers"].items():
-        summed = {name: worker.get(name) for name in ("nthreads", "memory_limit")}
-        odd = {name: 0 for name, value in summed.items() if not isinstance(value, (int, float))}
-        numbers[address] = {**worker, **odd}
-    return {**info, "workers": numbers}
-
-
 def startup_information(cluster: Any) -> dict[str, Mapping[str, Any]]:
     """Return what the connected Dask workers report of themselves, see :mod:`dask_cml.worker.process`."""
     infos = [*cluster.scheduler_info["workers"].values()]

@@ -25,7 +25,7 @@ from distributed.security import Security
 from dask_cml import output, protocol
 from dask_cml.cancellation import to_the_end, within
 from dask_cml.checks import is_session_id, validate
-from dask_cml.core.workers import connected_names, with_numbers
+from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import OWN_LOG, SCHEDULER, log_path
 from dask_cml.output import get_logger
@@ -824,7 +824,7 @@ class Follower:
         moves = self._link.address, self._link.board.moves
         if moves != self._known_moves and time.monotonic() - self._read_workers_at > pause:
             self._read_workers_at, known = time.monotonic(), self._cluster.scheduler_info
-            identity = with_numbers(await self._link.ask("identity"))
+            identity = await self._link.ask("identity")
             # Unless wait_for_workers has stored another answer meanwhile, which may be newer: ask again then.
             if self._cluster.scheduler_info is known:
                 self._cluster.scheduler_info = SchedulerInfo(identity)

@@ -21,7 +21,6 @@ from distributed.utils import NoOpAwaitable
 from dask_cml import compat, output
 from dask_cml.cancellation import call_within, cancel, first_of, within
 from dask_cml.core.ending import How, name_others
-from dask_cml.core.workers import with_numbers
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import log_folder
@@ -336,7 +335,6 @@ class Sharing:
         except BaseException:  # perhaps after it has begun to follow them
             await self.unsubscribe()
             raise
-        self._cluster.scheduler_info = SchedulerInfo(with_numbers(self._cluster.scheduler_info))
         self._note_running()  # Cluster._start says so of an object that is closing, too
 
     async def unsubscribe(self) -> None:
