@@ -12,10 +12,11 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, log_of, make, simulate
+from clusters import arrived, folder_of, log_of, make, simulate
 from distributed import Client, KilledWorker
 from simulated.testing import eventually, simulated
 
+from dask_cml.layout import log_path
 from dask_cml.options import Options
 from dask_cml.protocol import EXITED
 from dask_cml.records import store
@@ -167,32 +168,20 @@ def losses():
     return usage_of(store.read("mine"), time.time()).total.lost
 
 
-async def most_memory(client):
-    return await client.run_on_scheduler(
-        lambda dask_scheduler: max(
-            [0, *(worker.memory.process for worker in dask_scheduler.workers.values())]
-        )
-    )
-
-
 @pytest.mark.slow
-async def test_out_of_memory(platform, tmp_path, client, is_told):
+async def test_out_of_memory(platform, client, is_told):
     if not platform.settings().memory_limit:
         pytest.skip("this user may not create memory cgroups")
 
-    def fills_memory(path):  # within this function, because sessions cannot import this module
-        import numpy as np
-
-        block = np.ones(int(0.65 * 2**27))  # more than the worker's share
-        while not os.path.exists(path):
+    def fills_memory(log):  # within this function, because sessions cannot import this module
+        blocks = [b"1" * int(0.8 * 2**30)]
+        while "[memory: " not in log.read_text():  # the kernel may be faster than the wrapper
             time.sleep(0.02)
         while True:
-            block = np.concatenate([block, np.ones(2**24)])
+            blocks.append(b"1" * (10 << 20))
 
-    future = client.submit(fills_memory, str(tmp_path / "more"), key="fills-memory")
-    while await most_memory(client) < 0.67 * GIB:
-        pass
-    (tmp_path / "more").touch()
+    log = log_path("mine-0", folder_of(client.cluster), None)
+    future = client.submit(fills_memory, log, key="fills-memory")
     with pytest.raises(KilledWorker):
         await future
     words = r"lost: out of memory, (0\.[789]\d|1\.00) of 1.00 GiB of the session while it ran `fills-memory`"
