@@ -204,7 +204,8 @@ async def test_results_survive_an_eviction_with_notice_and_are_not_computed_agai
         await wait(futures)
         if pauses:  # as with full memory
             await client.run(pause)
-            await asyncio.sleep(1.0)
+            while "'status': 'paused'" not in str(await client.scheduler.identity()):
+                await asyncio.sleep(0.05)
         [lost, _] = [session.id for session in cluster.sessions if session.role == "worker"]
         if is_evicted:
             await asyncio.to_thread(platform.evict, lost, notice=True)
