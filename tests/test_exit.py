@@ -212,7 +212,9 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_cluster(platform, all_stop
         assert cluster.status.name == "running"
         """
     )
-    returned, _, err = Program("import warnings; warnings.simplefilter('ignore')\n" + SYNC + code).ends()
+    head = "import warnings; warnings.simplefilter('ignore')\n" + SYNC
+    # Whether Dask notes at INFO that it sent something too late depends on the machine.
+    returned, _, err = Program(head + code, DASK_LOGGING__DISTRIBUTED="warning").ends()
     assert (returned, err) == (0, "")
     all_stopped()
 
