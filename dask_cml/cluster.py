@@ -965,20 +965,6 @@ class CMLCluster(SpecCluster):
 
     # -- the connection to the scheduler
 
-    async def _ask_scheduler(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
-        """Call a handler of the scheduler, see :func:`~dask_cml.protocol.ask`. Default: ``timing.answer``.
-
-        Parameters
-        ----------
-        op : str
-            The name of the handler.
-        timeout : float, optional
-            Time limit in seconds.
-        **arguments
-            The arguments of the handler.
-        """
-        return await self.sharing.link.ask(op, timeout, **arguments)
-
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
         # and keeps its spec. The keeper finds out why a session's worker is gone, and replaces it.
@@ -1004,7 +990,7 @@ class CMLCluster(SpecCluster):
             if self.sharing.is_connected:
                 limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
                 try:
-                    answer = await self._ask_scheduler("identity", limit)
+                    answer = await self.sharing.link.ask("identity", limit)
                 except NO_ANSWER as error:
                     logger.debug("Workers of cluster %s not counted: %r", self.options.name, error)
                 else:

@@ -112,16 +112,20 @@ def cut_off(cluster: Any, seconds: float = 0.0) -> Callable[[], None]:
         raise OSError("no route to host")
 
     def heal() -> None:
-        del link._watch, link.ask, cluster._ask_scheduler
+        del link._watch, link.ask
 
     link = cluster.sharing.link
-    link._watch = link.ask = cluster._ask_scheduler = no_connection
+    link._watch = link.ask = no_connection
     link._watching.abort()
     return heal
 
 
 def is_connected(cluster: Any) -> bool:
     return bool(cluster.sharing.is_connected)
+
+
+async def ask_scheduler(cluster: Any, op: str) -> Any:
+    return await cluster.sharing.link.ask(op)
 
 
 def scheduler_number(cluster: Any) -> int:

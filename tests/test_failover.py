@@ -18,6 +18,7 @@ import pytest
 from clusters import (
     NOTEBOOK,
     arrived,
+    ask_scheduler,
     board_of,
     create_and_kill,
     create_elsewhere,
@@ -162,11 +163,10 @@ async def test_a_scheduler_that_is_busy_or_unreachable_is_not_replaced(it, caplo
         raise asyncio.TimeoutError("no answer within 10 s")
 
     async with supplied(name="lab", n_workers=1, silence_logs=False) as cluster:
-        asked, cluster._ask_scheduler = [], busy
+        asked = []
         step_in(cluster, "asks the scheduler", busy)
         look_now(cluster)
         await eventually(lambda: len(set(asked)) > 1)
-        del cluster._ask_scheduler
         step_out(cluster, "asks the scheduler")
         await eventually(lambda: is_connected(cluster))
         assert "Cannot manage" not in caplog.text, asked
@@ -483,7 +483,7 @@ async def test_no_question_goes_to_a_scheduler_that_another_one_replaces(it):
         await eventually(lambda: scheduler_number(remote) == 1 and is_connected(keeper))
         # By now, the scheduler of another cluster may have the lost one's address.
         with pytest.raises(OSError, match="has not answered yet"):
-            await remote._ask_scheduler("terminate")
+            await ask_scheduler(remote, "terminate")
 
 
 @pytest.mark.slow

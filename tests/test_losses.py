@@ -17,6 +17,7 @@ from clusters import (
     rebuild,
     scheduler_of,
     simulate,
+    step_in,
     supplied,
     target,
     waits,
@@ -165,7 +166,7 @@ async def test_a_worker_that_has_waited_for_the_scheduler_has_its_time_to_connec
 
 @pytest.mark.slow
 @simulated
-async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it, monkeypatch):
+async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it):
     async def ask_slowly(op, *arguments, **more):
         answer = await ask(op, *arguments, **more)
         if op == LAST and not asked:
@@ -178,8 +179,8 @@ async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it, m
     asked = []
     async with simulate(name="mine", n_workers=1, worker_timeout=20, **PROCESSES) as cluster:
         await eventually(lambda: len(connected(cluster)) == 2)
-        session, ask = cluster.workers["mine-0"].session_id, cluster._ask_scheduler
-        monkeypatch.setattr(cluster, "_ask_scheduler", ask_slowly)
+        session = cluster.workers["mine-0"].session_id
+        ask = step_in(cluster, "asks the scheduler", ask_slowly)
         await end_worker(it, cluster, "mine-0-1")
         await eventually(lambda: asked)
         await asyncio.sleep(30)
@@ -238,24 +239,21 @@ class SlowToRead:
 
 
 @pytest.mark.slow
-async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
-    platform, holds, tmp_path, monkeypatch
-):
+async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(platform, holds, tmp_path):
     heard = []
-    ask = CMLCluster._ask_scheduler
 
-    async def counted(self, op, *arguments, **more):
-        answer = await ask(self, op, *arguments, **more)
+    async def counted(op, *arguments, **more):
+        answer = await ask(op, *arguments, **more)
         if op == HELD:
             heard.append(answer)
         return answer
 
-    monkeypatch.setattr(CMLCluster, "_ask_scheduler", counted)
     with dask.config.set({"cml.retire-timeout": "8s"}):
         cluster = await make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
     made, gate = tmp_path / "made", tmp_path / "gate"
     async with cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: arrived(cluster) == 2)
+        ask = step_in(cluster, "asks the scheduler", counted)
         slow = f"{cluster.name}-0"
         future = client.submit(SlowToRead, made, gate, workers=[slow], allow_other_workers=True)
         await wait(future)  # this process would read it, too

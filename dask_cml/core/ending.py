@@ -189,7 +189,7 @@ class Ending:
         if self._cluster._rank is Rank.RESIDENT:  # for which the scheduler waits, and closes already
             return
         try:
-            await self._cluster._ask_scheduler("terminate", timing.goodbye, reason=self.reason)
+            await self._cluster.sharing.link.ask("terminate", timing.goodbye, reason=self.reason)
         except Exception as error:  # of Dask, which varies: its workers may be frozen
             logger.debug("Scheduler of cluster %s gave no answer: %r", self._name, error)
 

@@ -498,7 +498,7 @@ class Demand:
         """
         async with self._lock:
             if monotonic() - self._answered >= max_age:
-                self._answer = await self._cluster._ask_scheduler(protocol.DEMAND)
+                self._answer = await self._cluster.sharing.link.ask(protocol.DEMAND)
                 self._answered = monotonic()
         return Snapshot.of(self._answer, map(self._supply, self._cluster.groups.names))
 

@@ -185,7 +185,7 @@ class Look:
         if lost or unseen:
             names = [name for worker in {*lost, *unseen} for name in worker.dask_names]
             with contextlib.suppress(*NO_ANSWER, CMLError):
-                last = await self._cluster._ask_scheduler(protocol.LAST, names=names)
+                last = await self._cluster.sharing.link.ask(protocol.LAST, names=names)
         noticed = {name for name, state in last.items() if state["noticed"]}
         lost += [
             worker for worker in unseen if worker not in lost and not noticed.isdisjoint(worker.dask_names)
@@ -206,7 +206,7 @@ class Look:
         if gone:
             with contextlib.suppress(*NO_ANSWER, CMLError):
                 names = [name for worker in gone for name in worker.dask_names]
-                abandoned.update(await self._cluster._ask_scheduler(protocol.ABANDONED, names=names))
+                abandoned.update(await self._cluster.sharing.link.ask(protocol.ABANDONED, names=names))
         for worker in workers:
             is_abandoned = not abandoned.isdisjoint(worker.dask_names)
             limit = without_nanny if is_abandoned else worker.options.worker_timeout

@@ -760,7 +760,7 @@ class Workers:
         for address, info in [*self._cluster.scheduler_info["workers"].items()]:
             if str(info["name"]) in names:
                 stimulus = f"cml-drop-{time.time()}"
-                await self._cluster._ask_scheduler("unregister", address=address, stimulus_id=stimulus)
+                await self._cluster.sharing.link.ask("unregister", address=address, stimulus_id=stimulus)
 
     # -- the end
 
@@ -844,7 +844,7 @@ class Retirements:
         arguments |= {"n": n_dask_workers, "key": pickle.dumps(worker_key) if worker_key else None}
         answer: Iterable[str] = ()  # if the scheduler does not answer
         with contextlib.suppress(*NO_ANSWER, CMLError):
-            answer = await self._cluster._ask_scheduler("workers_to_close", attribute="name", **arguments)
+            answer = await self._cluster.sharing.link.ask("workers_to_close", attribute="name", **arguments)
         costs = {str(worker): cost for cost, worker in enumerate(answer)}
         # Of the Dask workers of a session, the worker that costs most counts.
         workers, arrived = self._cluster.groups.dask_workers(group), self._processes.arrived(group)
@@ -914,7 +914,7 @@ class Retirements:
             left = sessions.keys() - await self._retire_from_dask(sorted(sessions))
         finally:
             await cancel(watching)
-        held = await self._cluster._ask_scheduler(protocol.HELD, names=sorted(left)) if left else {}
+        held = await self._cluster.sharing.link.ask(protocol.HELD, names=sorted(left)) if left else {}
         holding = {sessions[name] for name in left & held.keys() if held[name]["nbytes"]}
         if holding:
             # The platform may list a session as ended before the scheduler notices it.
@@ -938,7 +938,7 @@ class Retirements:
         # closed with their data.
         # A worker that closes by itself runs its teardowns and exit functions, before its session is stopped.
         arguments = {"names": names, "remove": remove, "close_workers": remove}
-        retired = await self._cluster._ask_scheduler("retire_workers", _NO_LIMIT, **arguments)
+        retired = await self._cluster.sharing.link.ask("retire_workers", _NO_LIMIT, **arguments)
         return {str(info["name"]) for info in retired.values()}
 
     async def _watch(self, workers: Sequence[CMLWorker], sessions: Mapping[str, str]) -> None:
@@ -958,7 +958,7 @@ class Retirements:
         heard: dict[str, float] = {}
         while True:
             with contextlib.suppress(*NO_ANSWER, CMLError):
-                held = await self._cluster._ask_scheduler(protocol.HELD, names=sorted(sessions))
+                held = await self._cluster.sharing.link.ask(protocol.HELD, names=sorted(sessions))
                 before, heard = heard, {name: state["last_seen"] for name, state in held.items()}
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 for session in sorted({sessions[name] for name in silent}):

@@ -679,7 +679,7 @@ class Keeper:
             else:
                 cluster.processes.adopt(launch.id, launch.key, launch, waits=launch.id in waits)
         names = [name for worker in cluster.processes.workers() for name in worker.dask_names]
-        states = await cluster._ask_scheduler(protocol.LAST, names=names)
+        states = await self._link.ask(protocol.LAST, names=names)
         gone_for = {name: state.get("gone_for", 0.0) for name, state in states.items()}
         for worker in cluster.processes.workers():
             worker.note_connected(connected_names(cluster), gone_for)
