@@ -258,8 +258,10 @@ class Sharing:
         """Connect to the scheduler that this process has launched."""
         await self._join_within(self._cluster.options.scheduler_timeout, address)
         if self.link.board.keeper == self.link.id:
-            with self._noted("reached"):  # or at the next look at the board
+            try:
                 await self._subscribe()
+            except Exception as error:  # it is tried again at the next look at the board
+                self._note_error(error, "reached")
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
@@ -357,47 +359,46 @@ class Sharing:
         """Follow the board until the cluster is over. Whoever does not answer may do so later."""
         cluster = self._cluster
         while True:
-            with self._noted("reached"):
+            try:
                 if self.link.address is None:
                     assert cluster.scheduler is not None
                     await self._join_within(timing.answer, str(cluster.scheduler.address))
                 await self._take_board(await self.link.watch())
                 self._note_reached()
                 self._failure = None
+            except Exception as error:  # perhaps a programming error, or of a subclass
+                self._note_error(error, "reached")
+            else:
                 continue
             try:
                 # A process that leaves launches no other scheduler.
                 if not self.link.connected and self.record is not None and not cluster.ending.has_begun:
-                    with self._noted("checked"):
-                        await self.failover.check(self.record)
+                    await self.failover.check(self.record)
             except SchedulerLost as lost:
                 self.end = str(lost)
                 cluster.ending.reason = f"its scheduler was lost: {lost}"
                 cluster._tell(f"Cluster {cluster.options.name} shut down: {lost}")
                 self._ending = asyncio.create_task(cluster.ending.end_again())
                 return
+            except Exception as error:  # the same
+                self._note_error(error, "checked")
             await asyncio.sleep(timing.retry)
 
-    @contextlib.contextmanager
-    def _noted(self, what: str) -> Iterator[None]:
+    def _note_error(self, error: Exception, what: str) -> None:
         """Note why the scheduler is not reached or checked, and log that when it changes."""
         name = self._cluster.options.name
-        try:
-            yield
-        except SchedulerLost:
-            raise
-        except (*NO_ANSWER, CMLError, ValueError) as error:
-            if isinstance(error, (CMLError, ValueError)):
-                words = str(error)
-            else:
-                words = f"its scheduler does not answer: {error!r}"
-            if words != self.unreached:
-                logger.info("Scheduler of cluster %s not %s: %r", name, what, error)
-            self.note_unreached(words)
-        except Exception as error:  # a programming error, or of a subclass
+        if isinstance(error, (CMLError, ValueError)):
+            words = str(error)
+        elif isinstance(error, NO_ANSWER):
+            words = f"its scheduler does not answer: {error!r}"
+        else:  # a programming error, or of a subclass
             if self._failure is None:
-                logger.exception("Cannot follow cluster %s", name)
+                logger.error("Cannot follow cluster %s", name, exc_info=error)
             self._failure = f"cannot follow the cluster: {error!r}"
+            return
+        if words != self.unreached:
+            logger.info("Scheduler of cluster %s not %s: %r", name, what, error)
+        self.note_unreached(words)
 
     def _begin_anew(self) -> None:
         """Begin with another scheduler, which is connected."""
