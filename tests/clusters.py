@@ -17,7 +17,6 @@ from simulated.testing import eventually
 from simulated.world import World
 
 from dask_cml import CMLCluster, CMLError, output
-from dask_cml.core.ending import name_others
 from dask_cml.discovery import discover
 from dask_cml.errors import SchedulerTimeout
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
@@ -26,6 +25,7 @@ from dask_cml.protocol import Rank
 from dask_cml.records import store
 from dask_cml.records.store import Record, end_file
 from dask_cml.sessions.entry import Launch
+from dask_cml.sharing.sharing import name_others
 
 #: The time at which recorded sessions were launched.
 LAUNCHED = 1790000000

@@ -28,7 +28,7 @@ from dask_cml.checks import seconds
 from dask_cml.errors import CallFailed, CMLError
 from dask_cml.protocol import Rank
 from dask_cml.timing import timing
-from dask_cml.words import first_line, format_duration
+from dask_cml.words import first_line
 
 logger = output.get_logger(__name__)
 
@@ -355,21 +355,6 @@ def no_longer_end_at_exit(cluster: Any) -> None:
 def unclosed() -> list[Any]:
     """Return the clusters of this process that are not closed."""
     return [*_clusters]
-
-
-def name_others(cluster: Any) -> None:
-    """Name the user's other clusters in this process that have random names, as a new one has.
-
-    A cell that runs again may have left them. Whoever gives names wants several clusters.
-    """
-    for other in unclosed():
-        is_users = other._starting is not None and other._rank is None and not other.sharing.has_own_name
-        if other is not cluster and is_users and other.sessions:
-            name, age = other.options.name, format_duration(other.sessions[0].age)
-            shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"
-            cluster._tell(
-                f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
-            )
 
 
 def _handle_signals() -> None:

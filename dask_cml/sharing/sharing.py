@@ -20,7 +20,7 @@ from distributed.utils import NoOpAwaitable
 
 from dask_cml import compat, output
 from dask_cml.cancellation import call_within, cancel, first_of, within
-from dask_cml.core.ending import How, name_others
+from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import log_folder
@@ -41,7 +41,7 @@ from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sharing.failover import Failover, SchedulerLost
 from dask_cml.sharing.keeper import Follower, Keeper, Link, launch_of
 from dask_cml.timing import timing
-from dask_cml.words import command, first_line
+from dask_cml.words import command, first_line, format_duration
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -674,6 +674,21 @@ class Sharing:
         """Serve the dashboard no more."""
         if self._forwarder is not None:
             await self._forwarder.close()
+
+
+def name_others(cluster: CMLCluster) -> None:
+    """Name the user's other clusters in this process that have random names, as a new one has.
+
+    A cell that runs again may have left them. Whoever gives names wants several clusters.
+    """
+    for other in unclosed():
+        is_users = other._starting is not None and other._rank is None and not other.sharing.has_own_name
+        if other is not cluster and is_users and other.sessions:
+            name, age = other.options.name, format_duration(other.sessions[0].age)
+            shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"
+            cluster._tell(
+                f"This process has another cluster, open for {age}. To shut it down, run: {shut_down}"
+            )
 
 
 def fill_folder(options: Options, place: Place, keys: Mapping[Path, str]) -> None:
