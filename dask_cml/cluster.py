@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 from distributed.deploy import adaptive as dask_adaptive
@@ -55,6 +55,9 @@ from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line, printable, printable_lines
+
+if TYPE_CHECKING:
+    from dask_cml.sharing.sharing import Sharing
 
 logger = get_logger(__name__)
 
@@ -321,7 +324,7 @@ class CMLCluster(SpecCluster):
         self._name = type(self).__name__  # for Dask's repr, which would show the cluster's name twice
         self.groups.want_first()
 
-    def _share(self, given: Mapping[str, Any]) -> Any:
+    def _share(self, given: Mapping[str, Any]) -> Sharing:
         """Return what shares this cluster with the other processes of the project.
 
         `given` are the arguments, unchecked: a running cluster keeps its own options.
@@ -803,7 +806,7 @@ class CMLCluster(SpecCluster):
             if self.status != Status.running:
                 return
             if not self.sharing.is_keeper:
-                self.sharing.role.refuse_changes_by_hand()
+                self.sharing.role.refuse_changes_by_hand()  # type: ignore[union-attr]  # of a Follower
                 return
             self._note_changes_by_hand()
             if not self.keeps:

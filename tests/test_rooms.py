@@ -56,6 +56,8 @@ def imports(module, *, inner=True):
     found, nodes = set(), [*tree_of(module).body]
     while nodes:
         node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue  # it loads nothing
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Awaitable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
@@ -29,6 +29,9 @@ from dask_cml.errors import CallFailed, CMLError
 from dask_cml.protocol import Rank
 from dask_cml.timing import timing
 from dask_cml.words import first_line
+
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
 
 logger = output.get_logger(__name__)
 
@@ -41,7 +44,7 @@ _TIMEOUT = 60.0
 #: By default, these end the program at once. A terminal that is closed sends SIGHUP.
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 #: The clusters that are to close, and the threads that created them.
-_clusters: dict[Any, weakref.ref[threading.Thread]] = {}
+_clusters: dict[CMLCluster, weakref.ref[threading.Thread]] = {}
 #: Added to the number of a signal, it is the exit status of a program that the signal ended.
 _BY_SIGNAL = 128
 _is_over = False
@@ -73,7 +76,7 @@ class Ending:
         Why the cluster ends if this process shuts it down, for its history.
     """
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: CMLCluster) -> None:
         self.how: How | None = None
         self.reason = f"closed by {cluster.sharing.who}"
         self._name = cluster.options.name
@@ -248,7 +251,7 @@ class Ending:
 
         With `in_any_case`, end without it also if it is busy for longer than `timeout` seconds.
         """
-        loop = self._cluster.loop
+        loop: Any = self._cluster.loop  # Tornado's types do not name its asyncio_loop
         if loop is not None and loop.asyncio_loop.is_running():
             try:
                 asyncio.run_coroutine_threadsafe(self.end(how), loop.asyncio_loop).result(timeout)
@@ -331,7 +334,7 @@ class Ending:
         return self._pid != os.getpid()
 
 
-def end_at_exit(cluster: Any) -> None:
+def end_at_exit(cluster: CMLCluster) -> None:
     """Shut down a cluster when the interpreter exits, unless it is closed before.
 
     Raises
@@ -346,13 +349,13 @@ def end_at_exit(cluster: Any) -> None:
     _handle_signals()
 
 
-def no_longer_end_at_exit(cluster: Any) -> None:
+def no_longer_end_at_exit(cluster: CMLCluster) -> None:
     """Forget a cluster that is closed."""
     _clusters.pop(cluster, None)
     _handle_signals()
 
 
-def unclosed() -> list[Any]:
+def unclosed() -> list[CMLCluster]:
     """Return the clusters of this process that are not closed."""
     return [*_clusters]
 

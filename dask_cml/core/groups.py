@@ -13,7 +13,7 @@ from collections import UserDict
 from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.config
 from distributed.core import Status
@@ -32,6 +32,9 @@ from dask_cml.output import get_logger
 from dask_cml.protocol import Request, WantedGroup
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.timing import timing
+
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
 
 logger = get_logger(__name__)
 
@@ -103,7 +106,8 @@ def check_class(options: Options) -> None:
 class Groups:
     """The worker groups of a cluster, and which entries of its ``worker_spec`` belong to them.
 
-    All of it changes in the event loop. No method waits.
+    All of it changes in the event loop, except that the constructor of a cluster calls ``want_first``. No
+    method waits.
 
     Parameters
     ----------
@@ -113,13 +117,13 @@ class Groups:
         The options of the cluster, and of its default group.
     """
 
-    def __init__(self, cluster: Any, options: Options) -> None:
+    def __init__(self, cluster: CMLCluster, options: Options) -> None:
         self._cluster, self._prefix = cluster, options.name
         #: The names in ``worker_spec`` with their groups, as far as they were not changed by hand.
         self._known: dict[str, str] = {}
         self._options = {DEFAULT_GROUP: options}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
-        #: which ones cost least to close.
+        #: which ones cost least to close. Below zero if more are asked for than the keeper wants yet.
         self._excess: dict[str, int] = {}
         #: The number of a group's next session, for names of this class.
         self._numbers: dict[str, int] = {}
@@ -476,7 +480,7 @@ class Demand:
         How many tasks no worker can run, now or later, in words, by their reasons. None: not known yet.
     """
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: CMLCluster) -> None:
         self._cluster = cluster
         self.unrunnable: dict[str, str] | None = None
         self._answer: Mapping[str, Any] = {}
@@ -547,7 +551,7 @@ class AdaptedCluster:
         The cluster, whose other members are found here, too.
     """
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: CMLCluster) -> None:
         self._cluster = cluster
 
     def __getattr__(self, name: str) -> Any:
@@ -615,12 +619,12 @@ class CMLAdaptive(Adaptive):
     >>> adaptive = cluster.adapt(minimum=1, maximum=10)
     """
 
-    cluster: Any
+    cluster: CMLCluster
     state: Any = "inactive"  # older releases of Dask's class have none
 
     def __init__(
         self,
-        cluster: Any,
+        cluster: CMLCluster,
         *,
         worker_group: str = DEFAULT_GROUP,
         interval: str | float | timedelta | None = None,

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.config
 from dask.utils import parse_timedelta
@@ -23,6 +23,9 @@ from dask_cml.sessions.causes import Cause, Loss
 from dask_cml.sessions.process import CMLWorker, Phase
 from dask_cml.timing import timing
 from dask_cml.words import command
+
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
 
 logger = get_logger(__name__)
 
@@ -52,7 +55,7 @@ class Look:
         Whether the next look is to come at once.
     """
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: CMLCluster) -> None:
         self._cluster = cluster
         self._processes: Workers = cluster.processes
         self._watch_interval: float = setting("api.watch-interval")

@@ -40,6 +40,8 @@ from dask_cml.words import command
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
+    from dask_cml.cluster import CMLCluster
+
 logger = get_logger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
@@ -247,13 +249,13 @@ class Backoff:
         return int(min(n, self.ceiling))
 
 
-def startup_information(cluster: Any) -> dict[str, Mapping[str, Any]]:
+def startup_information(cluster: CMLCluster) -> dict[str, Mapping[str, Any]]:
     """Return what the connected Dask workers report of themselves, see :mod:`dask_cml.worker.process`."""
     infos = [*cluster.scheduler_info["workers"].values()]
     return {str(info["name"]): info.get("cml") or {} for info in infos}
 
 
-def connected_names(cluster: Any) -> set[str]:
+def connected_names(cluster: CMLCluster) -> set[str]:
     """Return the names of all Dask workers that are connected to a cluster's scheduler."""
     return {str(info["name"]) for info in [*cluster.scheduler_info["workers"].values()]}
 
@@ -267,7 +269,7 @@ class Workers:
         The cluster. ``worker_spec`` says which workers are wanted, and ``workers`` which are launched.
     """
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: CMLCluster) -> None:
         self._cluster = cluster
         self.retirements = Retirements(cluster, self)
         limit, pause = setting("failure-limit"), setting("quota-retry")
@@ -793,7 +795,7 @@ class Retirements:
         Its sessions.
     """
 
-    def __init__(self, cluster: Any, processes: Workers) -> None:
+    def __init__(self, cluster: CMLCluster, processes: Workers) -> None:
         self._cluster = cluster
         self._processes = processes
         self._limit: float = setting("retire-timeout")
