@@ -324,6 +324,8 @@ def _start(cluster: _Cluster, name: str, entry: str | None) -> str | None:
             # Usually, the keeper has entered it.
             if not any(file.startswith(f"{session},") for file in os.listdir(sessions)):
                 _create(os.path.join(sessions, entry.format(id=session, owner=owner, launched=launched)))
+        except FileNotFoundError:  # who deletes it does not know this session
+            return "its cluster was deleted"
         except OSError as error:
             print(f"Session not entered into the record: {error!r}", flush=True)
     return None

@@ -180,6 +180,19 @@ def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher
     assert listdir(state) == []
 
 
+def test_a_cluster_stays_if_the_sessions_that_were_launched_last_cannot_be_read(state, monkeypatch):
+    record = new_record("a")
+    claim(record)
+    launch(record, "session-1")
+    error = OSError(errno.ESTALE, "Stale file handle")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
+        patch.setattr(store, "read_entries", Mock(side_effect=error))
+        remove(record)
+    assert remove(record) == {"session-1": "a-0"}
+    (claim(record) / SESSIONS_FOLDER).rmdir()
+    assert (remove(record), os.listdir(state)) == ({}, [])
+
+
 def test_old_leftovers_of_crashes_are_removed(state):
     for act in lambda: claim(new_record("a")), lambda: asyncio.run(operations.prune()):
         old = [state / ".claim-old", state / ".removed-old"]

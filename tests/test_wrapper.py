@@ -181,6 +181,14 @@ def test_a_session_starts_although_the_file_system_shows_its_folder_late(tmp_pat
     assert (folder / "started" / "mine-0").exists()
 
 
+def test_a_session_whose_cluster_is_deleted_while_it_takes_its_name_does_not_start(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    (folder / "started").mkdir(parents=True)
+    monkeypatch.setenv("CDSW_ENGINE_ID", "session-1")
+    monkeypatch.setattr(os, "write", lambda *_: folder.rename(tmp_path / ".removed"))
+    assert wrapper._start(wrapper._Cluster(str(folder)), "mine-0", "{id}") == "its cluster was deleted"
+
+
 def test_a_schedulers_session_dates_its_file_while_it_is_the_last_of_its_own_cluster(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()

@@ -803,6 +803,11 @@ def remove(record: Record) -> dict[str, str] | None:
     dict of str to str, or None
         The sessions in the last state of the record, as in :attr:`Record.sessions`. None if the cluster did
         not exist. The caller may not know the sessions that were launched last.
+
+    Raises
+    ------
+    OSError
+        If these sessions cannot be read now. The cluster stays.
     """
     if not _has(record.folder, record):
         return None
@@ -815,10 +820,13 @@ def remove(record: Record) -> dict[str, str] | None:
         with contextlib.suppress(OSError):  # a third one has it already: the second one finds its record gone
             os.rename(aside, record.folder)
         return None
-    sessions: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        last = read_entries(aside, record.name, {})
-        sessions = {launch.id: launch.key for launch in last if launch.ended is None}
+    try:
+        last = read_entries(aside, record.name, {}) if SESSIONS_FOLDER in os.listdir(aside) else []
+    except OSError:
+        with contextlib.suppress(OSError):  # so that it can be deleted later, with these sessions
+            os.rename(aside, record.folder)
+        raise
+    sessions = {launch.id: launch.key for launch in last if launch.ended is None}
     # A session may write its log meanwhile. The files of many sessions take long, and nobody needs to wait.
     delete = functools.partial(shutil.rmtree, aside, ignore_errors=True)
     with contextlib.suppress(NoAnswer):
