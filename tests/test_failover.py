@@ -558,6 +558,22 @@ async def test_a_process_that_died_after_its_claim_is_not_waited_for(it):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("moment", ["claimed", "refused"])
+@simulated
+async def test_who_leaves_after_its_claim_and_before_its_launch_is_not_waited_for(it, moment):
+    cluster = await simulate(name="lab", n_workers=1)
+    async with rebuild("lab", shutdown_on_close=True) as other:
+        await eventually(lambda: arrived(other) == 1)
+        it.platform.refuse(times=9 * (moment == "refused"), half_made=False)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: store.read("lab").scheduler.number == 1)
+        await eventually(lambda: moment == "claimed" or "refused" in str(cluster.problem))
+        await cluster.leave()
+        it.platform.heal()
+        await eventually(lambda: scheduler_number(other) == 2 and stands(it, other, 1), 100.0)
+
+
+@pytest.mark.slow
 @simulated
 async def test_what_a_faster_process_wanted_counts_although_it_died_after_its_claim(it, monkeypatch):
     dead = {**vars(Maker.this_process()), "pid": it.process("dead").pid}

@@ -261,7 +261,7 @@ class SchedulerState:
     posted : mapping of str to int
         The numbers of the last requests of processes, by their ids.
     maker : Maker or None
-        The process that launches it. None after it has written its file.
+        The process that launches it. None after it has written its file, or if this process has given up.
     activity : mapping
         What the cluster has done, for its history.
     workers : Present
@@ -661,6 +661,14 @@ def claim_scheduler(record: Record, number: int, board: Mapping[str, Any]) -> bo
     """
     _check_exists(record)
     return write_file(record.folder / board_file(number), json.dumps(board).encode(), new=True)
+
+
+def give_up_scheduler(record: Record) -> None:
+    """Say that this process does not launch the scheduler that it has claimed, so that others do at once."""
+    file = record.folder / board_file(record.scheduler.number)
+    restarts = max(0, record.scheduler.restarts - 1)  # whoever launches the next one counts the loss, too
+    board = {**json.loads(read_file(file)), "maker": None, "manager": None, "restarts": restarts}
+    write_file(file, json.dumps(board).encode())
 
 
 def write_sessions(record: Record, launched: Iterable[Launch], ends: Iterable[str] = ()) -> None:

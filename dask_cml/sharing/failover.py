@@ -206,7 +206,7 @@ class Failover:
         """Return whether this process launches the next scheduler if nobody else has done so until now."""
         if last.number > self._cluster.place.number and last.keeper != self._link.id:
             patience = self._cluster.options.pending_timeout + self._cluster.options.scheduler_timeout
-            if waited < patience and (last.maker is None or last.maker.lives() is not False):
+            if waited < patience and last.maker is not None and last.maker.lives() is not False:
                 return False  # another process launches it, and it has time left to start
         # The process in the scheduler's session ends with that. Another keeper, if there is any, goes first.
         is_orphaned = last.rank is Rank.RESIDENT or last.manager is None or waited > timing.succession
@@ -302,6 +302,13 @@ class Failover:
             f"Cluster {record.name} connected to another scheduler after {time.monotonic() - lost_at:.0f} s"
         )
         return True
+
+    async def give_up(self, record: Record) -> None:
+        """Let another process launch the next scheduler if this one, which leaves, has claimed that only."""
+        latest, scheduler = await asyncio.to_thread(store.refreshed, record), self._cluster.scheduler
+        is_launched = scheduler is not None and scheduler.place.number == latest.scheduler.number
+        if latest.scheduler.keeper == self._link.id and not is_launched:
+            await asyncio.to_thread(store.give_up_scheduler, latest)
 
     async def _stop_all(self, record: Record, keeper: Keeper) -> None:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""

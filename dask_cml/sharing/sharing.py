@@ -581,6 +581,8 @@ class Sharing:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(timing.files / 2, self.keeper.publish(leaves=True))
             with self._warn_if_unwritten():
+                if self.record is not None and not self.link.connected:
+                    await self.failover.give_up(self.record)
                 await within(timing.files / 3, self.link.post_unreported())
 
     def leave_sessions(self) -> None:
