@@ -769,16 +769,15 @@ class CMLCluster(SpecCluster):
                     f"{deleted} {names} stay until other workers can take their data. To launch some, run "
                     f"{command('scale', self.options.name, 'N')}"
                 )
-            # The keeper abandons workers that do not answer while they move their data.
+            # The keeper, if there is one, abandons workers that do not answer while they move their data.
             connected = {info.get("name") for info in startup_information(self).values()}
-            if len(left) < fewest or connected & ({*left} - staying):
+            is_kept = self.sharing.link.connected and self.sharing.link.board.keeper is not None
+            if len(left) < fewest or (is_kept and connected & ({*left} - staying)):
                 fewest, deadline = len(left), now + timing.finish
             elif now > deadline:
-                why = (
-                    self.sharing.role.view.not_stopped
-                    or self.problem
-                    or f"nothing has changed for {timing.finish:g} s"
-                )
+                same = "nothing has" if is_kept else "no process manages the cluster, nothing has"
+                same = f"{same} changed for {timing.finish:g} s"
+                why = self.sharing.role.view.not_stopped or self.problem or same
                 raise CMLError(f"{deleted} {names} not stopped yet: {why}")
             await asyncio.sleep(timing.collect)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import clusters
 import pytest
-from clusters import connected, limits, rebuild, scheduler_of, until_written
+from clusters import connected, cut_off, limits, manager, observe, rebuild, scheduler_of, until_written
 from distributed import Client
 from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
@@ -12,6 +12,7 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLAdaptive, CMLCluster, CMLError
 from dask_cml.options import Options
 from dask_cml.records import store
+from dask_cml.scheduler import resident
 
 
 def mine(**options):
@@ -32,10 +33,8 @@ async def test_a_new_process_knows_changed_groups_and_all_show_them(it):
         await eventually(lambda: cluster.worker_groups["big"].n_arrived == 2)
         async with rebuild("mine") as another:
             assert another.worker_groups.keys() == {"default", "big"}
-            assert (another.worker_groups["big"].size.memory, another.worker_groups["big"].n_workers) == (
-                2,
-                2,
-            )
+            big = another.worker_groups["big"]
+            assert (big.size.memory, big.n_workers) == (2, 2)
             await another.delete_worker_group("big")
         await eventually(lambda: [*store.read("mine").groups] == ["default"])
 
@@ -111,6 +110,19 @@ async def test_the_sessions_of_a_deleted_group_stop_or_the_user_hears_why_not(it
         await has("mine-big-4")
         assert cluster.workers["mine-big-4"].session.size.memory == 2
         assert user.worker_groups["big"].size.memory == 2
+
+
+@simulated
+async def test_a_deleted_group_is_not_waited_for_if_nobody_manages_the_cluster(it, monkeypatch):
+    monkeypatch.setattr(resident, "run", lambda cluster, folder, closes: closes.wait())
+    async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster:
+        await eventually(lambda: connected(cluster) == {"mine-big-0"})
+        observer = await observe("mine")
+        heal = cut_off(cluster)
+        await eventually(lambda: manager("mine") is None)
+        with pytest.raises(CMLError, match="mine-big-0 not stopped yet: no process manages the cluster"):
+            await asyncio.wait_for(observer.delete_worker_group("big"), 100)
+        heal()
 
 
 @simulated

@@ -184,10 +184,10 @@ def test_a_cluster_stays_if_the_sessions_that_were_launched_last_cannot_be_read(
     record = new_record("a")
     claim(record)
     launch(record, "session-1")
-    error = OSError(errno.ESTALE, "Stale file handle")
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
-        patch.setattr(store, "read_entries", Mock(side_effect=error))
-        remove(record)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "read_entries", Mock(side_effect=OSError(errno.ESTALE, "Stale")))
+        with pytest.raises(OSError, match="Stale"):
+            remove(record)
     assert remove(record) == {"session-1": "a-0"}
     (claim(record) / SESSIONS_FOLDER).rmdir()
     assert (remove(record), os.listdir(state)) == ({}, [])
