@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import dask
@@ -13,6 +14,7 @@ from simulated.faults import HTTPError, Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLError, LaunchRefused
+from dask_cml.core.workers import Workers
 from dask_cml.private_files import read_file
 from dask_cml.records import store
 from dask_cml.sessions import process
@@ -220,6 +222,20 @@ async def test_a_session_that_runs_a_worker_is_used_though_its_launch_was_not_an
         assert "not started" not in log_of(cluster)
         recorded = store.read("mine").sessions
         assert sorted(recorded.values()) == ["mine-0", "scheduler"]
+
+
+async def test_a_session_whose_launch_ends_while_another_one_is_judged_is_not_stopped_unjudged(monkeypatch):
+    async def claim(*_):
+        launching.clear()
+        return False
+
+    launching, api = {"mine-1"}, SimpleNamespace(live={"first": "mine-0", "second": "mine-1"})
+    cluster = SimpleNamespace(api=api, scheduler=None, scheduler_info={"workers": {}}, workers={})
+    workers = Workers(cluster)
+    monkeypatch.setattr(Workers, "launching", launching)
+    monkeypatch.setattr(workers, "claim", claim)
+    assert await workers.find_unused() == {"first"}
+    assert await workers.find_unused() == {"first", "second"}
 
 
 @pytest.mark.parametrize("second", ["exits", "waits", "waits unread"])

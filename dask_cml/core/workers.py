@@ -657,11 +657,11 @@ class Workers:
 
         Return the sessions that are no worker's.
         """
-        connected, unknown = self.take_connected(), set()
-        for session, name in self.unused.items():
+        connected, unused, unknown = self.take_connected(), self.unused, set()
+        for session, name in unused.items():
             if name not in connected and await self.claim(session, name) is None:
                 unknown.add(session)
-        return self.unused.keys() - unknown
+        return (unused.keys() & self.unused.keys()) - unknown
 
     async def claim(self, session: str, name: str, launch: Launch | None = None) -> bool | None:
         """Let a wanted worker be the session that took its name, or that the record names.
