@@ -414,10 +414,11 @@ async def test_a_user_who_scales_while_or_after_the_keeper_takes_a_request_is_th
         await remote.scale(1)
         await eventually(lambda: threads and not threads[0].is_alive())
         await eventually(lambda: has(keeper, 3) and has(remote, 3))
-        known = Letter(number=100, request=Request(kind="scale", n=0))
-        change_known_board(keeper, mail=(known,))
+        odd = Letter(number=99, request=Request(kind="adapt", limits={}))
+        mail = odd, Letter(number=100, request=Request(kind="scale", n=0))
+        change_known_board(keeper, mail=mail)
         keeper.scale(4)
-        await take_board(keeper, mail=(known,))
+        await take_board(keeper, mail=mail)
         assert len(keeper.worker_spec) == 4
 
 

@@ -514,9 +514,9 @@ class Keeper:
         for letter in new:
             try:
                 self._cluster._carry_out(letter.request, is_own=letter.sender == self._link.id)
-            except (ValueError, TypeError) as error:  # its group was deleted meanwhile, for example
+            except Exception as error:  # of a subclass, or because its group was deleted meanwhile
                 name = self._record.name
-                logger.warning("Request of another process for cluster %s refused: %s", name, error)
+                logger.warning("Request of another process for cluster %s refused: %r", name, error)
             self.taken = letter.number
         return bool(new)
 
@@ -640,21 +640,19 @@ class Keeper:
 
     # -- in place of another keeper, and for another scheduler
 
-    async def succeed(self, record: Record, last: Report, given: Collection[str]) -> None:
+    async def succeed(self, last: Report, given: Collection[str]) -> None:
         """Go on where the last keeper has stopped, by its report.
 
         Sessions that it launched after the report fill the places of those that it wanted.
 
         Parameters
         ----------
-        record : Record
-            The cluster's record, as it is now.
         last : Report
             The last report.
         given : collection of str
             The names of workers that sessions have had.
         """
-        cluster = self._cluster
+        cluster, record = self._cluster, self._record
         reported = {session["id"] for session in last.sessions}
         waits = {session["id"] for session in last.sessions if session["waits"]}
         launches = [launch for launch in record.launches.values() if launch.key != SCHEDULER]
@@ -662,7 +660,7 @@ class Keeper:
         missing = Counter({name: group.target for name, group in last.groups.items()})
         missing.subtract(kept.values())
         for launch in launches:
-            group = launch.worker_group(self._record.name)
+            group = launch.worker_group(record.name)
             if launch.key not in kept and launch.id not in reported and missing[group] > 0:
                 kept[launch.key] = group
                 missing[group] -= 1

@@ -444,14 +444,14 @@ class Sharing:
         """Keep the cluster from now on, as the last report says."""
         assert self.record is not None
         cluster, report = self._cluster, Report.read(board.report)
-        keeper = Keeper(cluster, self.link, self.record, board.term, report.taken)
         try:
             record = await asyncio.to_thread(store.read_again, self.record)
             given = await asyncio.to_thread(store.given_names, record)
+            keeper = Keeper(cluster, self.link, record, board.term, report.taken)
             await self._subscribe()
             async with cluster._lock:
                 cluster.groups.given(given)
-                await keeper.succeed(record, report, given)
+                await keeper.succeed(report, given)
                 self.keep(keeper)
         except Exception:  # raised again: another process may be able to, for example to read the record
             with contextlib.suppress(CMLError):
