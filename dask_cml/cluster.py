@@ -407,7 +407,8 @@ class CMLCluster(SpecCluster):
     ) -> Awaitable[None] | None:
         """Scale a worker group to `n` sessions, and stop its adaptive scaling.
 
-        Returns at once. The scheduler chooses the workers to close, and first moves their data to others.
+        Returns as soon as the request is noted. The scheduler chooses the workers to close, and first moves
+        their data to others.
 
         Parameters
         ----------

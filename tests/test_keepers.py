@@ -477,10 +477,7 @@ async def test_the_next_keeper_retires_the_workers_of_a_group_that_was_deleted_m
 @pytest.mark.slow
 @simulated
 async def test_a_worker_that_nobody_wants_or_has_launched_is_retired_before_it_is_stopped(it):
-    async with (
-        supplied(name="shared", n_workers=2) as cluster,
-        Client(cluster, asynchronous=True) as client,
-    ):
+    async with supplied(name="shared", n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
         [future] = await client.scatter([bytes(1000)], workers=["shared-1"])
         unknown = cluster.workers.pop("shared-1")
         del cluster.worker_spec["shared-1"]

@@ -367,7 +367,7 @@ class Groups:
     def others(self, group: str | None = None) -> Sessions:
         """Return the sizes and numbers of all wanted sessions, with the scheduler's, without a group's."""
         sessions = [(self.options().scheduler, 1)]
-        for name, options in self._options.items():
+        for name, options in [*self._options.items()]:  # a user's thread may ask
             if name != group:
                 sessions.append((options.worker, self.target(name)))
         return sessions

@@ -515,8 +515,11 @@ class Sharing:
     async def _post(self, number: int, request: Request) -> None:
         try:
             await self.link.post(number, request)
-        except SchedulerTimeout:
-            if not self.is_keeper:  # else only this process can carry it out
+        except CMLError as error:
+            # Only the keeper can carry it out if the scheduler does not answer.
+            if not (self.is_keeper and isinstance(error, SchedulerTimeout)):
+                if request.kind == "stop adapting":  # for an Adaptive of another class, which scales here
+                    self._cluster.groups.adapt(request.group, None)
                 raise
             self._cluster._carry_out(request, is_own=True)
             self.asked(request, number)
