@@ -35,7 +35,8 @@ async def test_a_new_process_knows_changed_groups_and_all_show_them(it):
         await eventually(lambda: cluster.worker_groups["big"].n_arrived == 2)
         async with rebuild("mine") as another:
             assert another.worker_groups.keys() == {"default", "big"}
-            assert another.worker_groups["big"].size.memory == another.worker_groups["big"].n_workers == 2
+            big = another.worker_groups["big"]
+            assert (big.size.memory, big.n_workers) == (2, 2)
             await another.delete_worker_group("big")
         await eventually(lambda: [*store.read("mine").groups] == ["default"])
 
