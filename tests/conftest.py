@@ -181,7 +181,8 @@ def local_platform() -> Iterator[None]:
         leaked = [session for session in testbed.sessions() if session["status"] not in ENDED]
         leaked = [session for session in leaked if not session["stop_requested"]]
         processes = end_all(directory / "local")
-        groups = cgroups_left()
+        places = [cgroups.place(session["id"]) for session in testbed.sessions()]
+        groups = [place for place in places if place and place.exists()]
         remove(directory)
     assert not unclosed, "the test left clusters open"
     assert not leaked, "the test left sessions live"
@@ -217,11 +218,6 @@ def end_all(directory: Path) -> list[str]:
         process.kill()
     testbed.sessions()  # frees what killed supervisors leave
     return described
-
-
-def cgroups_left() -> list[Path]:
-    paths = [cgroups.place(session["id"]) for session in testbed.sessions()]
-    return [path for path in paths if path and path.exists()]
 
 
 def processes_of(owner: Path | str, variable: str = "DASK_CML_LOCAL_DIRECTORY") -> Iterator[psutil.Process]:

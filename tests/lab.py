@@ -226,7 +226,11 @@ class Page:
         self.page.goto(f"{self._server.url}lab{path}?reset")
         self.page.locator("#jp-main-dock-panel").wait_for()
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
-        self._open_sidebar()
+        tab = self.page.locator('li.lm-TabBar-tab[data-id="dask-dashboard-launcher"]')
+        tab.wait_for()
+        if "lm-mod-current" not in (tab.get_attribute("class") or ""):
+            tab.click()
+        self.new_button.wait_for()
 
     def open_notebook(self, name: str, *cells: str) -> None:
         content = nbformat.v4.new_notebook()
@@ -241,13 +245,6 @@ class Page:
         sessions = self._server.request("GET", "api/sessions")[1]
         kernels = [session["kernel"] for session in sessions if session["path"] == notebook]
         return any(kernel["connections"] and kernel["execution_state"] == "idle" for kernel in kernels)
-
-    def _open_sidebar(self) -> None:
-        tab = self.page.locator('li.lm-TabBar-tab[data-id="dask-dashboard-launcher"]')
-        tab.wait_for()
-        if "lm-mod-current" not in (tab.get_attribute("class") or ""):
-            tab.click()
-        self.new_button.wait_for()
 
     @property
     def new_button(self) -> Any:

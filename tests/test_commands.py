@@ -401,18 +401,15 @@ def test_no_two_sessions_share_a_name():
             assert whose.setdefault(name, (group, number)) == (group, number)
 
 
-async def test_a_dask_worker_repeats_the_name_and_group_of_its_session(tmp_path, monkeypatch):
-    plan = plan_worker(Options.read(name="mine"), Place(tmp_path), "a-w0", None, "gpu")
+async def test_a_dask_worker_repeats_the_name_and_group_of_its_session_and_else_its_own_name_says_them(
+    tmp_path, monkeypatch
+):
+    plan = plan_worker(read(), Place(tmp_path), "a-w0", None, "gpu")
     for name, value in plan.env.items():
         monkeypatch.setenv(name, value)
     assert session_of("mine", "a-w0-1", await process._about(None)) == ("gpu", "a-w0")
-
-
-def test_a_dask_worker_says_its_session_and_else_its_name_does():
-    assert session_of("mine", "mine-gpu-0", {"name": "mine-gpu-0", "group": "default"}) == (
-        "default",
-        "mine-gpu-0",
-    )
+    about = {"name": "mine-gpu-0", "group": "default"}
+    assert session_of("mine", "mine-gpu-0", about) == ("default", "mine-gpu-0")
     assert session_of("mine", "mine-gpu.1-0-3", {"session": None}) == ("gpu-1", "mine-gpu.1-0")
     assert session_of("mine", "a-w0", {"name": "a-w0"}) == ("default", "a-w0")
     assert session_of("mine", "a-w0", None) is None
@@ -443,10 +440,6 @@ if __name__ == "__main__":
 """
 
 
-def plan(**options):
-    return plan_worker(Options.read(name="mine", **options), Place(Path("/nowhere")), "mine-0", "tcp://x:1")
-
-
 def test_gpus_are_counted_by_nvidia_smi_or_by_their_devices_without_it(nvidia_smi, monkeypatch, tmp_path):
     nvidia_smi(3)
     assert process.count_gpus() == 3
@@ -475,7 +468,7 @@ def test_gpus_are_counted_by_nvidia_smi_or_by_their_devices_without_it(nvidia_sm
 def test_dask_cuda_runs_the_workers_if_it_is_installed(tmp_path, monkeypatch, options, command):
     (tmp_path / "dask_cuda.py").write_text("raise ImportError")  # nobody imports it
     monkeypatch.syspath_prepend(tmp_path)
-    code = plan(**options).code
+    code = plan_worker(read(**options), Place(tmp_path), "mine-0", "tcp://x:1").code
     expected = [sys.executable, "-m", *command, "tcp://x:1", "--name", "mine-0"]
     assert f"'command': {expected!r}"[:-1] in code
     is_dask_cuda = "cuda" in command

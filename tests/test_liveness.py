@@ -6,7 +6,7 @@ import dataclasses
 import os
 import socket
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from clusters import new_record, sessions
@@ -45,20 +45,13 @@ def cluster(state):
     return cluster
 
 
-class Listing:
-    """A platform that lists one session."""
-
-    def __init__(self, status):
-        self.status = status
-
-    async def sessions(self):
-        if self.status is None:
-            raise OSError("the platform does not answer")
-        return {"s": {"id": "s", "status": self.status}}
-
-
 async def found(record, listed="running"):
-    return (await judge([record], api=Listing(listed)))["a"]
+    """Judge it by a platform that lists one session, or does not answer."""
+    api = AsyncMock()
+    api.sessions.return_value = {"s": {"id": "s", "status": listed}}
+    if listed is None:
+        api.sessions.side_effect = OSError("the platform does not answer")
+    return (await judge([record], api=api))["a"]
 
 
 async def state_of(record, listed="running"):

@@ -37,8 +37,6 @@ from dask_cml.options.table import ARGUMENTS, GROUP_OPTIONS, OPTIONS, SCHEMA
 from dask_cml.records import store
 from dask_cml.records.history import ended_clusters
 
-PACKAGE = Path(dask_cml.__file__).parent
-
 #: Of each option: a value as the configuration and JSON have it, where it is in Options, and what is there.
 EXAMPLES = {
     "n_workers": (3, "n_workers", 3),
@@ -91,7 +89,7 @@ def defaults():
 
 def test_every_option_is_read_from_the_configuration_and_an_argument_takes_precedence():
     assert {*EXAMPLES} == {*ARGUMENTS}
-    schema = jsonschema.Draft202012Validator(yaml.safe_load((PACKAGE / "cml-schema.yaml").read_text()))
+    schema = jsonschema.Draft202012Validator(yaml.safe_load(SCHEMA.read_text()))
     for argument, (value, where, expected) in EXAMPLES.items():
         of, needed = attrgetter(where), NEEDED.get(argument, {})
         assert of(Options.read()) != expected
@@ -257,6 +255,9 @@ def test_an_invalid_value_is_refused_before_a_launch(stub):
             CMLCluster(**{argument: value})
         assert str(caught.value).startswith(f"invalid {refused_as(argument, value)}")
         assert allowed in str(caught.value)
+    words = r"invalid n_workers='lab': expected a whole number; a cluster's name is its option `name`"
+    with pytest.raises(TypeError, match=words):
+        CMLCluster("lab")
 
 
 def test_an_invalid_value_in_the_configuration_is_refused_alike(stub):
@@ -301,12 +302,6 @@ def test_an_amount_with_a_unit_is_restored_from_a_record():
     restored = Options.of_running("mine", options.arguments())
     assert (restored.memory, restored.scratch) == (2048, 4096)
     assert restored.of_group(options.groups()["big"].group_arguments()).memory == 3072
-
-
-def test_a_name_in_the_place_of_n_workers_is_refused_with_the_argument(stub):
-    words = r"invalid n_workers='lab': expected a whole number; a cluster's name is its option `name`"
-    with pytest.raises(TypeError, match=words):
-        CMLCluster("lab")
 
 
 @pytest.mark.parametrize(
@@ -438,9 +433,6 @@ def test_names_and_defaults_are_those_of_the_table():
         assert f"Default{shown}".replace(" ", "") in re.sub('[ "`]', "", texts[name]), name
     shipped = yaml.safe_load(Path(dask_cml.__file__).with_name("cml.yaml").read_text())
     assert yaml.safe_dump(shipped, sort_keys=False) == yaml.safe_dump(DEFAULTS, sort_keys=False)
-
-
-def test_the_options_of_a_worker_group_are_those_that_its_option_names():
     named = re.findall(r"`([\w-]+)`", OPTIONS["worker-groups"].description)
     assert sorted(named) == sorted(ARGUMENTS[name].key for name in GROUP_OPTIONS)
 
@@ -489,23 +481,6 @@ async def test_a_subclass_may_have_attributes_of_the_names_of_options(it):
         assert (cluster.memory, cluster.env) == (2, "yours")
 
 
-def test_an_argument_of_other_cluster_managers_leads_to_the_one_of_a_method():
-    for function, name, expected in [
-        ("scale", "jobs", "n"),
-        ("scale", "worker_groups", "worker_group"),
-        ("adapt", "minimum_jobs", "minimum"),
-        ("adapt", "max_workers", "maximum"),
-    ]:
-        arguments = inspect.signature(getattr(CMLCluster, function)).parameters
-        assert unexpected_argument(function, name, arguments).endswith(f" {name!r}: expected {expected}")
-
-
-def test_an_unknown_argument_is_refused_before_a_launch(platform):
-    with pytest.raises(TypeError, match=r"CMLCluster\(\) got an unexpected keyword argument 'memory_limit'"):
-        CMLCluster(platform="local", memory_limit=1)
-    assert platform.list_workers() == []
-
-
 class Patient(CMLAdaptive):
     def __init__(self, cluster, *, patience, **kwargs):
         super().__init__(cluster, **kwargs)
@@ -515,7 +490,12 @@ class Patient(CMLAdaptive):
 async def test_an_unknown_argument_or_an_invalid_number_of_a_method_changes_nothing(platform):
     unstarted = make()
     for call, expected in [
+        (lambda: make(memory_limit=1), r"CMLCluster\(\) got an unexpected keyword argument 'memory_limit'"),
         (lambda: unstarted.scale(n_workers=2), r"scale\(\) .*'n_workers': expected n$"),
+        (lambda: unstarted.scale(jobs=2), r"scale\(\) .* 'jobs': expected n$"),
+        (lambda: unstarted.scale(worker_groups=2), r" 'worker_groups': expected worker_group$"),
+        (lambda: unstarted.adapt(minimum_jobs=2), r" 'minimum_jobs': expected minimum$"),
+        (lambda: unstarted.adapt(max_workers=2), r" 'max_workers': expected maximum$"),
         (lambda: unstarted.adapt(maximun=2), r"adapt\(\) .*'maximun': expected maximum$"),
         (lambda: unstarted.close(timeout=[3]), r"^invalid timeout=\[3\]: expected seconds"),
         (lambda: unstarted.adapt(n=3), r"adapt\(\) .*'n': expected minimum or maximum$"),
@@ -528,6 +508,7 @@ async def test_an_unknown_argument_or_an_invalid_number_of_a_method_changes_noth
     ]:
         with pytest.raises(ValueError if "100000" in expected else TypeError, match=expected):
             call()
+    assert platform.list_workers() == []
     assert [*unstarted.worker_groups] == ["default"]
     assert unstarted.worker_spec == {}
     assert not unstarted.groups.adapts("default")

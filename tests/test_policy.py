@@ -127,17 +127,13 @@ def test_each_group_is_judged_by_its_own_work():
     assert wanted(snapshot, arrived=3) == 0
 
 
-def test_sessions_that_only_do_the_work_of_another_group_go():
+def test_sessions_that_do_the_work_of_another_group_go_unless_it_has_none_or_they_have_their_own():
     borrowed = gpus(sessions=3, busy=3, borrowed=[0, 2])
     snapshot = Snapshot([work(9)], [supply(sessions=1, busy=1), borrowed])
     assert wanted(snapshot, "gpu", arrived=3) == 1
     assert (snapshot.borrowed("gpu"), snapshot.has_work("gpu")) == ([0, 2], True)
     snapshot = Snapshot([work(9)], [snapshot.supplies[0], gpus(sessions=1, busy=1, borrowed=[0])])
     assert not snapshot.has_work("gpu")
-
-
-def test_sessions_stay_that_do_the_work_of_a_group_without_sessions_or_of_their_own():
-    borrowed = gpus(sessions=3, busy=3, borrowed=[0, 2])
     assert wanted(Snapshot([work(9)], [supply(), borrowed]), "gpu", arrived=3) == 3
     assert wanted(Snapshot([work(9)], [supply(adapts=False), borrowed]), "gpu", arrived=3) == 3
 
@@ -163,15 +159,12 @@ def test_how_many_sessions_are_wanted_of_those_that_are_there(tasks, have, sessi
     assert wanted(snapshot, arrived=n, start=20, minimum=int(n == 1)) == sessions
 
 
-def test_the_data_of_a_group_can_be_held_by_another_and_no_two_count_on_each_other():
+def test_data_that_others_cannot_hold_keeps_a_group_and_no_two_count_on_each_other():
     held = {"sessions": 2, "managed": 10, "limit": 200}
     snapshot = Snapshot([], [supply(**held), gpus(**held)])
     assert (wanted(snapshot, arrived=2), wanted(snapshot, "gpu", arrived=2)) == (1, 0)
     fixed = Snapshot([], [supply(**held), gpus(**held | {"adapts": False, "target": 2})])
     assert wanted(fixed, arrived=2) == 0
-
-
-def test_data_that_others_cannot_hold_keeps_a_group():
     snapshot = Snapshot([], [supply(), gpus(sessions=2, managed=150, limit=200)])
     assert wanted(snapshot, "gpu", arrived=2) == 4  # it is full
     snapshot = Snapshot([], [supply(sessions=1, limit=100), gpus(sessions=2, managed=100, limit=200)])
@@ -187,25 +180,19 @@ def test_tasks_that_no_worker_will_run_are_reported_and_no_others():
     ]
     nobody = "3 tasks wait, but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
     no_group = "3 tasks need FPGA=1, which no worker group offers"
+    tasks, offer = [work(1, unrunnable=1, GPU=0.5)], "1 task needs GPU=0.5; worker group gpu offers it"
+    unscaled = f"{offer}, but has no workers: call cluster.scale(1, worker_group='gpu')"
     for snapshot, words in (
         (Snapshot([work(3, unrunnable=3, FPGA=1)], adapt), [no_group]),
         (Snapshot([work(3, unrunnable=3)], fixed), [nobody]),
         (Snapshot(restricted=restricted), will_not_run),
         (Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply(adapts=False, target=1)]), []),
         (Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply()]), []),  # it adapts
+        (Snapshot(tasks, [supply(), gpus(adapts=False)]), [unscaled]),
+        (Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), []),
+        (Snapshot(tasks, adapt), []),
     ):
         assert [*unrunnable(snapshot, ["mine-0", "mine-1"]).values()] == words
-
-
-def test_tasks_for_a_group_without_workers_are_reported_until_it_is_scaled():
-    tasks = [work(1, unrunnable=1, GPU=0.5)]
-    words = [
-        "1 task needs GPU=0.5; worker group gpu offers it, but has no workers: "
-        "call cluster.scale(1, worker_group='gpu')"
-    ]
-    assert [*unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False)]), []).values()] == words
-    assert not unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), [])
-    assert not unrunnable(Snapshot(tasks, [supply(), gpus()]), [])
 
 
 TICK = 0.05

@@ -447,10 +447,9 @@ PORTS_IN_USE = [
 ]
 
 
-def test_a_port_in_use_is_named_with_the_next_command(monkeypatch):
+def test_a_port_in_use_is_named_with_the_next_command(session, monkeypatch):
     with local_socket(0) as taken:
         port = str(taken.getsockname()[1])
-        monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
         monkeypatch.setenv("CDSW_APP_PORT", port)
         for arguments, second, words in PORTS_IN_USE:
             monkeypatch.setenv("CDSW_READONLY_PORT", second)
@@ -600,6 +599,9 @@ async def test_only_the_configured_users_change_clusters(server):
         assert ("cml.serve.users" in answer.text) is not may_change
         page = await server.request("GET", "/", token=False, **headers)
         assert ("cml.serve.users" in page.text) is not may_change
+    refused = pytest.raises(TypeError, match=r"invalid cml\.serve\.users")
+    with dask.config.set({"cml.serve.users": "ann"}), refused:
+        Access(8100)
 
 
 async def test_a_program_sends_the_token_beside_an_api_key_of_cml_unless_cml_names_its_user(server):
@@ -619,12 +621,6 @@ async def test_a_program_sends_the_token_beside_an_api_key_of_cml_unless_cml_nam
         assert answer.status == 401
         assert "in the header Dask-CML-Token, also with an API key" in answer.json["error"]
         assert "0123.abcd" not in answer.text
-
-
-def test_users_that_are_no_list_are_refused():
-    refused = pytest.raises(TypeError, match=r"invalid cml\.serve\.users")
-    with dask.config.set({"cml.serve.users": "ann"}), refused:
-        Access(8100)
 
 
 def test_a_second_or_unknown_permission_header_grants_nothing(session):

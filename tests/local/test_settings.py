@@ -230,15 +230,16 @@ while not os.path.exists({path!r}):
 
 
 @pytest.fixture
-def daemon(directory, until):
-    """Code that makes a daemon, and a function that waits for its process id."""
+def daemon(launch, directory, until):
+    """Launch a session whose code makes a daemon; return it, and the daemon's process id."""
     path = directory / "daemon"
 
-    def pid():
+    def daemon(more=""):
+        [session] = launch(code=DAEMON.format(path=str(path)) + more)
         until(path.exists)
-        return int(path.read_text())
+        return session, int(path.read_text())
 
-    return DAEMON.format(path=str(path)), pid
+    return daemon
 
 
 def test_session_outlives_the_process_that_launched_it(platform, launch, reaches):
@@ -261,10 +262,8 @@ def test_session_outlives_the_process_that_launched_it(platform, launch, reaches
     reaches(there, "stopped")
 
 
-def test_stop_leaves_no_process(platform, launch, reaches, daemon):
-    code, pid = daemon
-    [session] = launch(code=f"{code}\n{FOREVER}")
-    daemon_pid = pid()
+def test_stop_leaves_no_process(platform, reaches, daemon):
+    session, daemon_pid = daemon(FOREVER)
     reaches(session, "running")
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
@@ -272,58 +271,42 @@ def test_stop_leaves_no_process(platform, launch, reaches, daemon):
     assert processes.find(session["id"]) == set()
 
 
-def test_the_processes_of_a_session_end_with_its_code(launch, reaches, daemon):
-    code, pid = daemon
-    [session] = launch(code=code)
-    daemon_pid = pid()
+def test_the_processes_of_a_session_end_with_its_code(reaches, daemon):
+    session, daemon_pid = daemon()
     reaches(session, "succeeded")
     assert not alive(daemon_pid)
 
 
-@pytest.fixture
-def asked(launch, directory, until):
-    """Launch a session of two processes, of which each writes its name when it is asked to end."""
-
-    def asked(main="sys.exit()"):
-        code = (
-            "import os, signal, subprocess, sys, time\n"
-            f"os.chdir({str(directory)!r})\n"
-            "def ask(name, then):\n"
-            "    def leave(*_): open(name, 'w').close(); exec(then)\n"
-            "    signal.signal(signal.SIGTERM, leave)\n"
-            "    open(f'{name} ready', 'w').close()\n"
-            "if os.fork() == 0: ask('child', 'pass')\n"
-            f"else: ask('main', {main!r})\n"
-            "while True: time.sleep(600)"
-        )
-        [session] = launch(code=code)
-        until(lambda: len(names(directory)) == 2)
-        return session
-
-    return asked
-
-
-def names(directory):
-    return {path.name for path in directory.iterdir()}
+#: Two processes, of which each writes its name when it is asked to end.
+ASKED = """
+import os, signal, time
+name = "main" if os.fork() else "child"
+signal.signal(signal.SIGTERM, lambda *_: open(name, "w").close())
+open(f"{name} ready", "w").close()
+while True:
+    time.sleep(600)
+"""
 
 
 def test_only_the_main_process_is_asked_to_end_and_all_are_killed_after_the_grace(
-    platform, asked, reaches, directory
+    platform, launch, until, reaches, directory
 ):
+    def names():
+        return {path.name for path in directory.iterdir()}
+
     platform.configure(stop_grace=2.0)
-    session = asked(main="pass")
+    [session] = launch(code=f"import os; os.chdir({str(directory)!r})\n{ASKED}")
+    until(lambda: names() == {"main ready", "child ready"})
     begin = time.monotonic()
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
     assert time.monotonic() - begin >= 2.0
-    assert names(directory) == {"main ready", "child ready", "main"}
+    assert names() == {"main ready", "child ready", "main"}
 
 
-def test_a_session_without_its_supervisor_fails_and_leaves_no_process(platform, launch, reaches, daemon):
+def test_a_session_without_its_supervisor_fails_and_leaves_no_process(platform, reaches, daemon):
     platform.configure(memory_limit=False)
-    code, pid = daemon
-    [session] = launch(code=f"{code}\n{FOREVER}")
-    daemon_pid = pid()
+    session, daemon_pid = daemon(FOREVER)
     reaches(session, "running")
     os.kill(supervisor_of(session), signal.SIGKILL)
     reaches(session, "failed")
