@@ -276,6 +276,21 @@ async def test_a_session_without_a_program_whose_launch_is_answered_later_is_rec
 
 
 @simulated
+async def test_the_next_scheduler_whose_launch_is_answered_later_is_no_worker(it):
+    async with own(0):
+        it.platform.configure({"sessions": 0.5}, waits_for_room=True)
+        it.platform.plan("launch_workers", Mishap(after=20.0))
+        it.platform.evict(it.platform.running["night-scheduler"])
+        await eventually(lambda: len(it.platform.all) == 2)
+    await asyncio.sleep(30.0)
+    it.platform.configure()
+    await eventually(lambda: manager("night") == WHO)
+    await asyncio.sleep(2 * timing.stray)
+    assert launched(it) == {"night-scheduler"}
+    await shut_down()
+
+
+@simulated
 async def test_a_cluster_whose_process_is_killed_while_it_closes_is_deleted_by_another_one(it):
     creator = await create_elsewhere(it, name="mine")
     with it.platform.hangs("launch_workers"):

@@ -394,7 +394,7 @@ class WorkersAPI:
         CMLError
             If sessions remain. The message names them.
         """
-        self._ended = True
+        self._end, self._ended = self.end, True  # a process that has left may still shut the cluster down
         deadline = time.monotonic() + self._limit
         errors = self._stop_live(self._limit / 2, self.threads)
         # A launch that is answered from now on stops its session.

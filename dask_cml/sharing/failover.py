@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
+from dask_cml.cancellation import to_the_end
 from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, SessionFailed
 from dask_cml.options import setting
 from dask_cml.output import get_logger
@@ -275,7 +276,7 @@ class Failover:
         # one has the same mail, and this one follows. If the lost scheduler answers, the report says `taken`.
         keeper.go_on(last, anew=anew)
         number, board = last.number + 1, keeper.first_board(last, restarts)
-        if not await asyncio.to_thread(store.claim_scheduler, record, number, board):
+        if not await to_the_end(store.claim_scheduler, record, number, board):  # else nobody gives it up
             return False
         keeper.term = board["term"]
         sharing.keep(keeper)

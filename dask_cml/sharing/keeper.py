@@ -47,7 +47,7 @@ from dask_cml.records.store import Maker, Record, SchedulerState, end_file
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
-from dask_cml.sessions.process import CMLProcess, CMLScheduler, Session
+from dask_cml.sessions.process import CMLProcess, Session
 from dask_cml.sessions.workers_api import WorkersAPI, time_of
 from dask_cml.timing import timing
 from dask_cml.words import shortened
@@ -380,7 +380,8 @@ class Journal:
         entering, self._entering = self._entering, []
         if not entering:
             return
-        launches = [launch_of(str(process.session_id), process.name, process) for process in entering]
+        name = self._record.name
+        launches = [launch_of(name, str(process.session_id), process.name, process) for process in entering]
         await self._put(launches)
         self._written.update(launch.id for launch in launches)
 
@@ -392,7 +393,8 @@ class Journal:
         for session in unused - self._unused:
             del new[session]
         self._unused = unused
-        launched = [launch_of(session, name, processes.get(session)) for session, name in new.items()]
+        cluster = self._record.name
+        launched = [launch_of(cluster, id, name, processes.get(id)) for id, name in new.items()]
         for session, process in processes.items():
             if process.loss is not None or process.info.get("finished_at"):
                 self._ends[session] = _end_of(process)
@@ -415,14 +417,14 @@ class Journal:
         self.gone, self._failure = False, None
 
 
-def launch_of(session: str, name: str, process: CMLProcess | None = None) -> Launch:
+def launch_of(cluster: str, session: str, name: str, process: CMLProcess | None = None) -> Launch:
     """Return how a session was launched. None: nobody knows its process, or it has none."""
     owner = this_owner() if process is None else process.owner
     launched = time.time() if process is None else process.since.timestamp()
     plan: SessionPlan | None = None if process is None else process.plan
     return Launch(
         id=session,
-        key=SCHEDULER if isinstance(process, CMLScheduler) else name,
+        key=SCHEDULER if name == f"{cluster}-{SCHEDULER}" else name,
         owner=owner if is_session_id(owner) else None,
         launched=int(launched),
         size=None if plan is None else plan.size,
