@@ -618,8 +618,9 @@ class Episode:
         if process is None or process.state not in ("runs", "paused") or record is None:
             return False
         creator, last = self.actors["A"], record.scheduler
-        if isinstance(creator, Notebook) and creator.lives and not creator.started:
-            return False  # its start fails, which ends the cluster
+        fails = creator.lives or (creator.cluster is not None and creator.cluster.status == Status.failed)
+        if isinstance(creator, Notebook) and not creator.started and fails:
+            return False  # its start fails, which ends the cluster, also if it is killed meanwhile
         if self.was_stale and len(self.sessions("scheduler")) > 1:
             return False  # one of them could not take its name
         return last.session == session.id and last.address is not None and not last.closed
