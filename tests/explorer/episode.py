@@ -680,9 +680,9 @@ class Episode:
         record, platform = self.record(), self.platform
         using = [actor for name, actor in self.actors.items() if actor.runs and not self.idle(name)]
         last = [session for session in platform.all.values() if session.key == "scheduler"][-1:]
-        return any(
-            not session.live
-            and (record is not None and session.id in record.sessions)
+        return not self.sessions("scheduler") and any(
+            record is not None
+            and session.id in record.sessions
             and all(actor.session != session.master for actor in using)
             for session in last
         )
