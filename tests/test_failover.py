@@ -546,11 +546,7 @@ async def test_a_process_that_died_after_its_claim_is_not_waited_for(it):
     it.processes[-1].kill()
     async with simulate(name="lab", n_workers=1) as cluster:
         record = store.read("lab")
-        content = {
-            "cluster": "lab",
-            "record": record.id,
-            "groups": {"default": {"options": {}, "target": 1}},
-        }
+        content = {"cluster": "lab", "record": record.id, "groups": {"default": {"options": {}, "target": 1}}}
         assert store.claim_scheduler(record, 1, {**content, "maker": dead})
         await eventually(lambda: store.read("lab").scheduler.number == 2)
         await eventually(lambda: stands(it, cluster, 1))

@@ -206,23 +206,16 @@ async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it
 async def test_bad_groups_are_refused_and_nothing_is_lost(it, who):
     async with mine(worker_groups={"big": {}}) as cluster, rebuild("mine") as remote:
         user = {"keeper": cluster, "remote": remote}[who]
+        add = user.add_worker_group
         for call, error, words in (
-            (lambda: user.add_worker_group("0gpu"), ValueError, "invalid name='0gpu': expected"),
-            (lambda: user.add_worker_group("default"), ValueError, "invalid name='default': expected"),
-            (lambda: user.add_worker_group(3), TypeError, "invalid name=3: expected"),
-            (lambda: user.add_worker_group("big"), ValueError, "invalid name='big': expected a name that no"),
-            (lambda: user.add_worker_group("a", -1), ValueError, "invalid n_workers=-1: expected"),
-            (lambda: user.add_worker_group("a", cpu=0), ValueError, "invalid cpu=0: expected"),
-            (
-                lambda: user.add_worker_group("a", launch_options={"no": 1}),
-                ValueError,
-                "invalid launch_options 'no'",
-            ),
-            (
-                lambda: user.add_worker_group("a", worker_class="no.such.Class"),
-                ValueError,
-                "invalid worker_class='no.such.Class': expected",
-            ),
+            (lambda: add("0gpu"), ValueError, "invalid name='0gpu': expected"),
+            (lambda: add("default"), ValueError, "invalid name='default': expected"),
+            (lambda: add(3), TypeError, "invalid name=3: expected"),
+            (lambda: add("big"), ValueError, "invalid name='big': expected a name that no"),
+            (lambda: add("a", -1), ValueError, "invalid n_workers=-1: expected"),
+            (lambda: add("a", cpu=0), ValueError, "invalid cpu=0: expected"),
+            (lambda: add("a", launch_options={"no": 1}), ValueError, "invalid launch_options 'no'"),
+            (lambda: add("a", worker_class="x.y"), ValueError, "invalid worker_class='x.y': expected"),
             (lambda: user.delete_worker_group("default"), ValueError, "invalid name='default': expected"),
             (lambda: user.delete_worker_group("no"), ValueError, "invalid name='no': expected"),
             (lambda: user.scale(1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),

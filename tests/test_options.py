@@ -385,20 +385,15 @@ def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
 
 def test_more_sessions_than_a_cluster_can_have_are_refused():
     options = Options.read(cpu=2, memory=16)
-    n, memory, cores = (MANY, None, None), (None, "900 PiB", None), (None, None, MANY)
-    for named, call in {
-        "n": lambda: options.sessions_for(MANY),
-        "memory": lambda: options.sessions_for(0, memory="900 PiB"),
-        "cores": lambda: options.sessions_for(0, cores=MANY),
-        "minimum": lambda: options.bounds(n, NONE),
-        "maximum": lambda: options.bounds(NONE, n),
-        "minimum_cores": lambda: options.bounds(cores, NONE),
-        "maximum_cores": lambda: options.bounds(NONE, cores),
-        "minimum_memory": lambda: options.bounds(memory, NONE),
-        "maximum_memory": lambda: options.bounds(NONE, memory),
-    }.items():
-        with pytest.raises(ValueError, match=rf"^invalid {named}=.*expected .*\b100000\b"):
-            call()
+    too_many = {"": (MANY, None, None), "_memory": (None, "900 PiB", None), "_cores": (None, None, MANY)}
+    for suffix, many in too_many.items():
+        for named, call, arguments in (
+            (suffix[1:] or "n", options.sessions_for, many),
+            (f"minimum{suffix}", options.bounds, (many, NONE)),
+            (f"maximum{suffix}", options.bounds, (NONE, many)),
+        ):
+            with pytest.raises(ValueError, match=rf"^invalid {named}=.*expected .*\b100000\b"):
+                call(*arguments)
 
 
 #: Arguments of methods that are Dask's or their own.

@@ -66,9 +66,7 @@ async def workbench() -> AsyncIterator[Workbench]:
 
 
 def quota(
-    user: str = USER,
-    most: Sequence[object] = ("64", "256", "0"),
-    used: Sequence[object] = ("52", "16", "0"),
+    user: str = USER, most: Sequence[object] = ("64", "256", "0"), used: Sequence[object] = ("52", "16", "0")
 ) -> dict[str, Any]:
     names = ("cpu", "memory", "nvidia_gpu")
     return {

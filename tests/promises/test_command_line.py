@@ -151,13 +151,7 @@ async def test_list_tells_running_starting_silent_and_dead_clusters_apart(it):
     it.platform.configure({"sessions": 2}, waits_for_room=True)
     starting = it.process("starting")
     starting.start(create())
-    expected = {
-        "running": "running",
-        "silent": "not answering",
-        "dead": "stale",
-        "starting": "starting",
-    }
-    await until_status(expected)
+    await until_status(running="running", silent="not answering", dead="stale", starting="starting")
     assert "starting, queued" in await shell_in_world("list")
     # What may only be busy is left alone.
     pruned = await shell_in_world("prune")
@@ -173,7 +167,7 @@ async def test_list_tells_running_starting_silent_and_dead_clusters_apart(it):
         creator.kill()
 
 
-async def until_status(expected):
+async def until_status(**expected):
     """Wait until `dask cml list` shows these clusters, with these words."""
     deadline = time.monotonic() + 300.0
     while (found := {row["name"]: row["status"] for row in await shell_json("list")}) != expected:

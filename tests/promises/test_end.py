@@ -118,10 +118,7 @@ def unstopped(platform: ModuleType) -> list[str]:
     return [s["id"] for s in sessions if not (s["stop_requested"] or s["finished_at"])]
 
 
-@pytest.mark.parametrize(
-    ("code", "status"),
-    each_of(ENDS, "end of the script", "end of asyncio.run"),
-)
+@pytest.mark.parametrize(("code", "status"), each_of(ENDS, "end of the script", "end of asyncio.run"))
 def test_the_end_of_a_program_stops_all_sessions_without_a_traceback(platform, light, code, status):
     returned, _, err = Program(code).ends()
     assert (returned, err) == (status, "")
