@@ -568,18 +568,17 @@ class CMLCluster(SpecCluster):
             (None if maximum == math.inf else maximum, maximum_memory, maximum_cores),
             others,
         )
-        if math.isinf(most):
-            most, name = max(least, _MAXIMUM), self.options.name
-            words = "Cluster %s adapts to at most %s workers: adapt() got no finite maximum"
-            logger.warning(words, name, most)
-        most = int(most)
+        limit = max(least, _MAXIMUM) if math.isinf(most) else int(most)
         self._check_running(f"worker group {worker_group!r} not adapted", or_new=True)
         is_cml_adaptive = issubclass(Adaptive, CMLAdaptive)
         if is_cml_adaptive:
             kwargs["worker_group"] = worker_group
         cluster: Any = self if is_cml_adaptive else AdaptedCluster(self)
-        adaptive = Adaptive(cluster, minimum=least, maximum=most, **kwargs)
+        adaptive = Adaptive(cluster, minimum=least, maximum=limit, **kwargs)
         self._in_loop(self._adapt, worker_group, adaptive)
+        if math.isinf(most):
+            words = "Cluster %s adapts to at most %s workers: adapt() got no finite maximum"
+            logger.warning(words, self.options.name, limit)
         return adaptive
 
     def _adapt(self, group: str, adaptive: dask_adaptive.Adaptive) -> Any:

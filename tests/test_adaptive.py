@@ -212,7 +212,7 @@ async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers
 
 
 @simulated
-async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it):
+async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it, caplog):
     invalid = [
         {"interval": 0},
         {"target_duration": 0},
@@ -224,10 +224,11 @@ async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it):
     async with simulate(name="mine", worker_groups={"gpu": {}}) as cluster, rebuild("mine") as remote:
         for user, options in product([remote, cluster], [*invalid, another]):
             with pytest.raises((TypeError, ValueError), match=f"invalid {next(iter(options))}="):
-                user.adapt(1, 3, **options)
+                user.adapt(1, **options)
             await until_written(user)
             for group in "default", "gpu":
                 assert limits(cluster, group) is limits(remote, group) is None
+    assert "no finite maximum" not in caplog.text
 
 
 @pytest.mark.images
