@@ -250,11 +250,9 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
     """Check a cluster's name. By default a new cluster gets a random name."""
     if value is None:
         expected = f"the name of a cluster, which create_mode={create_mode!r} requires"
-        _valid(argument, value, create_mode == "create", expected)
+        _valid("name", value, create_mode == "create", expected)
         return f"cml-{secrets.token_hex(4)}"
-    expected = (
-        f"1 to 100 printable characters, at most {_NAME_BYTES} bytes, no '/', no '.' or '-' as the first"
-    )
+    expected = f"1 to 100 printable characters, at most {_NAME_BYTES} bytes, no '/', no leading '.' or '-'"
     _typed(argument, value, str, expected)
     _valid(argument, value, _CLUSTER_NAME.fullmatch(value) and value.isprintable(), expected)
     return _plain(_valid(argument, value, len(value.encode()) <= _NAME_BYTES, expected))

@@ -61,7 +61,8 @@ def setting(key: str, values: Mapping[str, Any] | None = None) -> Any:
         # dask.config.set({"cml": {"cpu": 2}}) leaves no other option.
         return option.checked(name, dask.config.get(name, option.default), values or {})
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}, in {origin(name)}") from None
+        # Other options make a default invalid.
+        raise type(error)(f"{error}, in {origin(name)}".removesuffix(", in the defaults")) from None
 
 
 def state_directory() -> Path:
