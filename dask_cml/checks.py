@@ -271,8 +271,7 @@ def folder(argument: str, value: Any) -> str:
 
 def choice(argument: str, value: Any, choices: Sequence[str]) -> str:
     """Check one of several strings."""
-    expected = ", ".join(map(repr, choices)) or "those that were added; there are none"
-    return _plain(_valid(argument, value, value in choices, f"one of {expected}"))
+    return _plain(_valid(argument, value, value in choices, f"one of {', '.join(map(repr, choices))}"))
 
 
 # -- booleans

@@ -153,7 +153,11 @@ def after(groups: Mapping[str, WantedGroup], request: Request) -> dict[str, Want
             raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
         return {**groups, name: WantedGroup(request.options, request.n)}
     if request.kind == "delete group":
-        choice("name", name, [group for group in groups if group != DEFAULT_GROUP])
+        added = [group for group in groups if group != DEFAULT_GROUP]
+        if name not in added:
+            names = ", ".join(map(repr, added)) or "none"
+            words = f"an added group ({names}); the default group cannot be deleted, scale it to 0"
+            raise ValueError(message("name", name, words))
         return {other: group for other, group in groups.items() if other != name}
     known = groups[choice("worker_group", name, [*groups])]
     if request.kind == "scale":

@@ -93,7 +93,7 @@ async def test_the_keeper_does_what_commands_ask_for(it):
                 (("group", "add", "mine", "big", "--n-workers", 3), f"--n-workers=3: {words}"),
                 (("group", "add", "mine", "0"), "GROUP='0': expected at most 40 letters"),
                 (("scale", "mine", 1, "--group", "gpu"), "--group='gpu': expected one of 'default'"),
-                (("group", "delete", "mine", "gpu"), "GROUP='gpu': expected one of those that were added"),
+                (("group", "delete", "mine", "default"), "GROUP='default': expected an added group (none); "),
                 (("adapt", "mine", 2, 1), "MAXIMUM=1: expected at least the minimum, 2 worker sessions"),
             ]:
                 assert f"Error: invalid {error}" in await shell(*arguments, code=2)

@@ -415,9 +415,9 @@ def test_a_request_that_is_repeated_undoes_no_later_one(board):
     ("request_", "words"),
     [
         (scale(1, "no"), "invalid worker_group='no': expected one of 'default', 'gpu'"),
-        (Request(kind="delete group", group="no"), "invalid name='no': expected one of 'gpu'"),
+        (Request(kind="delete group", group="no"), "invalid name='no': expected an added group"),
         (GPU, "invalid name='gpu': expected a name that no worker group"),
-        (Request(kind="delete group"), "invalid name='default': expected one of 'gpu'"),
+        (Request(kind="delete group"), r"invalid name='default': expected an added group \('gpu'\);"),
     ],
 )
 def test_a_request_that_cannot_be_carried_out_changes_nothing_and_may_be_repeated(board, request_, words):
