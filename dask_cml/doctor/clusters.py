@@ -75,7 +75,7 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
         return Finding("warning", words, f"{dask_command()} cml delete {name}")
     if (silent := row["workers"] + 1 - len(found)) > 0:  # some may have connected meanwhile
         return Finding("warning", f"{silent} of {row['workers']} workers do not respond.")
-    return Finding("ok", f"The scheduler and all workers ({len(found) - 1}) run this process's versions.")
+    return Finding("ok", f"Every process of the cluster ({len(found)}) runs this process's versions.")
 
 
 async def _ask(record: Record, timeout: float) -> list[Versions]:

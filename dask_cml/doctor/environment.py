@@ -112,7 +112,7 @@ def platform() -> Finding:
         words = textwrap.shorten(f"list_workers() fails: {workers_api.in_words(error)}", _MOST_CHARACTERS)
         return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
     live = sum(not workers_api.has_ended(session) for session in listed)
-    words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
+    words = f"{module.__name__} lists {len(listed)} worker session{'s' * (len(listed) != 1)}, {live} live."
     return Finding("ok", f"{words} {file}")
 
 
