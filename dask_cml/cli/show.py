@@ -59,11 +59,11 @@ async def list_clusters(as_json: bool) -> None:
 
 
 def _problem_of(row: dict[str, Any]) -> tuple[str, str]:
-    """Return a cluster's problem in one line, or its end with the command that removes the rest."""
-    words = first_line_of(row["problem"])
+    """Return a cluster's problem or end in one line, with the command that removes it or the rest."""
+    words, delete = first_line_of(row["problem"]), f"run {command('delete', row['name'])}"
     if row["status"] == "stale":
-        return "End", f"{words}; run {command('delete', row['name'])}"
-    return "Problem", words
+        return "End", f"{words}; {delete}"
+    return "Problem", f"{words}; if this persists, {delete}" if row["status"] == "not answering" else words
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:

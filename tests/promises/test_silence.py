@@ -169,6 +169,7 @@ async def test_no_command_but_delete_ends_a_cluster_that_is_silent_for_minutes(i
         [row] = await shell_json("list")
         assert row["status"] == "not answering"
         assert "has left no sign of life for 5" in row["problem"]
+        assert "; if this persists, run `dask cml delete lab`\n" in await shell("info", "lab")
         assert "Cluster lab skipped: " in await shell("prune")
         with pytest.raises(ClusterExists, match="run `dask cml delete lab`"):
             await simulate(name="lab")
