@@ -237,11 +237,12 @@ async def test_of_several_groups_those_that_adapt_are_named(it, capsys):
         cluster.adapt(0, 2)
         assert "(1 pending, default adapts between 0 and 2)" in repr(cluster)
         cluster.adapt(1, 4, worker_group="gpu")
-        words = "default adapts between 0 and 2, gpu adapts between 1 and 4)"
-        assert words in repr(cluster)
+        words = "default adapts between 0 and 2, gpu adapts between 1 and 4"
+        assert f"{words})" in repr(cluster)
+        assert f"</strong> running, {words}" in cluster._repr_html_()
         await eventually(lambda: store.read("lab").bounds.keys() == {"default", "gpu"})
         await show.list_clusters.callback(False)
-        assert words in capsys.readouterr().out
+        assert f"{words})" in capsys.readouterr().out
 
 
 @pytest.mark.slow
