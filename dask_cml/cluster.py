@@ -1,7 +1,8 @@
 """The cluster manager: SpecCluster on CML sessions.
 
-To see how ``scale(3)`` works, read :meth:`CMLCluster.scale`, which changes ``worker_spec``,
-:meth:`CMLCluster._step`, which retires, stops and launches, and ``Workers.launch``.
+To see how ``scale(3)`` works, read :meth:`CMLCluster.scale`; ``Sharing.request``, which carries it out or
+posts it to the keeper; :meth:`CMLCluster._carry_out`, which changes ``worker_spec``;
+:meth:`CMLCluster._step`, which retires, stops and launches; and ``Workers.launch``.
 Again and again, the :class:`~dask_cml.core.look.Look` replaces lost workers in that dict, and takes a step.
 """
 
