@@ -213,13 +213,8 @@ async def test_what_stops_adapting_here_or_elsewhere_keeps_the_number_of_workers
 
 @simulated
 async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it, caplog):
-    invalid = [
-        {"interval": 0},
-        {"target_duration": 0},
-        {"target_duration": "x"},
-        {"wait_count": -1},
-        {"wait_count": 1.5},
-    ]
+    invalid = [{"interval": 0}, {"target_duration": 0}, {"target_duration": "x"}]
+    invalid += [{"wait_count": -1}, {"wait_count": 1.5}]
     another = {"Adaptive": Adaptive, "worker_group": "gpu"}
     async with simulate(name="mine", worker_groups={"gpu": {}}) as cluster, rebuild("mine") as remote:
         for user, options in product([remote, cluster], [*invalid, another]):

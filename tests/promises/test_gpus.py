@@ -39,11 +39,7 @@ async def seen(client):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "options", "expected"),
-    [
-        (2, {}, ["0", "1"]),
-        (1, {}, [None, None]),
-        (2, {"env": {"CUDA_VISIBLE_DEVICES": "1"}}, ["1", "1"]),
-    ],
+    [(2, {}, ["0", "1"]), (1, {}, [None, None]), (2, {"env": {"CUDA_VISIBLE_DEVICES": "1"}}, ["1", "1"])],
     ids=["all found", "too few found", "set by the user"],
 )
 async def test_each_worker_of_a_session_sees_its_own_gpu(
