@@ -388,10 +388,8 @@ def _parse(argument: str, words: Sequence[str], program: str) -> None:
         expected = f"options of `dask {program}`. {error.format_message()}"
         raise ValueError(f"invalid {argument}: expected {expected}") from None
     # What is not given is None, an empty tuple, or a mark of newer releases of click.
-    others = [
-        given[name] for name in ("scheduler", "preload_argv") if isinstance(given.get(name), (str, tuple))
-    ]
-    if any(others) and not context.ignore_unknown_options:
+    others = map(given.get, ("scheduler", "preload_argv"))
+    if any(word for word in others if isinstance(word, (str, tuple))) and not context.ignore_unknown_options:
         raise ValueError(f"invalid {argument}: expected options of `dask {program}`, and no other words")
 
 
@@ -463,8 +461,7 @@ def launch_parameters(argument: str, value: Any, refused: Refused) -> dict[str, 
         try:  # launch what the record contains, so that each keeper launches the same
             checked[_plain(name)] = json.loads(json.dumps(content, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
-            expected = "a value that JSON can represent"
-            raise ValueError(of_type(f"{argument}[{name!r}]", content, expected)) from None
+            raise ValueError(of_type(f"{argument}[{name!r}]", content, "a value of JSON")) from None
     return checked
 
 
