@@ -114,7 +114,7 @@ class CMLConnector(Connector):
             return comm
         except FatalCommClosedError:
             raise
-        except OSError as error:
+        except (OSError, ValueError) as error:  # tornado's, if it closes before TLS begins
             await _warn_of_end(record)
             raise OSError("; ".join(filter(None, (f"{unreachable}: {error}", why)))) from error
         except asyncio.CancelledError as error:  # perhaps by Dask's time limit, whose error does not say why

@@ -423,7 +423,10 @@ async def ask(
     """
 
     async def answer() -> Any:
-        comm = await connect(address, timeout=timeout, **connection_args)
+        try:
+            comm = await connect(address, timeout=timeout, **connection_args)
+        except ValueError as error:  # of tornado, if the connection closes before TLS begins
+            raise OSError(f"{address} closes connections: {error}") from error
         try:
             return await call(comm, op, **arguments)
         finally:

@@ -15,6 +15,7 @@ from clusters import end, sessions, write_record, write_scheduler
 from distributed import Client, Scheduler
 from distributed.core import rpc
 from ports import free_port
+from tornado.iostream import IOStream
 
 from dask_cml import CMLCluster, CMLError, NoSuchCluster, address
 from dask_cml.address import CMLBackend
@@ -196,6 +197,23 @@ async def test_a_client_whose_cluster_is_gone_closes_at_once(platform, caplog, h
             await holds(lambda: client.status == "closed")
     assert caplog.text.count("Client disconnected from cluster gone, which has ended: no cluster named") == 1
     assert "Failed to reconnect" not in caplog.text
+
+
+async def test_a_connection_that_closes_before_tls_begins_is_no_answer(platform, monkeypatch):
+    def start_tls(stream, *arguments, **more):
+        stream.close()  # as by the other end
+        return real(stream, *arguments, **more)
+
+    real = IOStream.start_tls
+    monkeypatch.setattr(IOStream, "start_tls", start_tls)
+    keys, files = tls.as_files(True, state_directory() / "shut")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = SchedulerState(address=f"tls://127.0.0.1:{server.getsockname()[1]}")
+        write_record(Record("shut", scheduler=found, security=tls.paths(keys)))
+        tls.write(files)
+        for connect in store.read("shut").ask_scheduler, address.CMLConnector().connect:
+            with pytest.raises(OSError, match="not idle"):
+                await connect("shut", timeout=5)
 
 
 async def test_a_client_that_is_closed_while_it_connects_again_closes_without_words(
