@@ -287,6 +287,7 @@ def test_an_invalid_option_is_refused_before_a_launch(platform):
     }.items():
         assert f"Error: {words}" in run("create", option, code=2)
     assert "'--n-workers': 'lots'" in run("create", "--n-workers", "lots", code=2)
+    assert "valid number of workers: expected a whole number" in run("scale", "lab", "lots", code=2)
     with dask.config.set({"cml.limits.sessions": 3}):
         words = "invalid --n-workers=3: expected at most 2, because cml.limits.sessions is 3, in Dask's"
         assert words in run("create", "--n-workers", 3, code=2)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Seconds between two polls of what a command waits for.
 _INTERVAL = 0.2
+#: A number of workers. If it is none, click's error contains the name of the type.
+_N_WORKERS = click.IntRange(min=0)
+_N_WORKERS.name = "number of workers: expected a whole number"
 #: The option that names the worker group of a command.
 _in_group = click.option(
     "--group", "worker_group", default=DEFAULT_GROUP, show_default=True, metavar="GROUP", help="Worker group."
@@ -47,7 +50,7 @@ _time_limit = click.option(
 
 @cml.command(context_settings={"ignore_unknown_options": True})  # -1 is a number
 @of_cluster
-@click.argument("n", type=click.IntRange(min=0))
+@click.argument("n", type=_N_WORKERS)
 @_in_group
 @_time_limit
 async def scale(name: str, n: int, worker_group: str, timeout: float) -> None:
@@ -64,8 +67,8 @@ async def scale(name: str, n: int, worker_group: str, timeout: float) -> None:
 
 @cml.command(context_settings={"ignore_unknown_options": True})
 @of_cluster
-@click.argument("minimum", type=click.IntRange(min=0))
-@click.argument("maximum", type=click.IntRange(min=0), required=False)
+@click.argument("minimum", type=_N_WORKERS)
+@click.argument("maximum", type=_N_WORKERS, required=False)
 @_in_group
 async def adapt(name: str, minimum: int, maximum: int | None, worker_group: str) -> None:
     """Let a cluster scale with its workload.
