@@ -550,9 +550,9 @@ async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(pl
 
 async def test_launches_that_share_a_failed_write_know_that_the_record_was_removed():
     journal = sharing_keeper.Journal(mock.Mock(), Record("gone", folder=state_directory() / "gone"))
-    workers = [mock.Mock(session_id=f"session{n}", owner=None, group="default", plan=None) for n in range(4)]
-    for worker in workers:
-        worker.name, worker.since = worker.session_id, datetime.now(timezone.utc)
+    plans = [mock.Mock(key=f"gone-{n}", size=None) for n in range(4)]
+    launched = {"owner": None, "group": "default", "since": datetime.now(timezone.utc)}
+    workers = [mock.Mock(session_id=plan.key, plan=plan, **launched) for plan in plans]
     await asyncio.gather(*map(journal.enter, workers))
     assert journal.gone
 

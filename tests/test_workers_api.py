@@ -74,7 +74,7 @@ def left(stub):
 
 
 def plan(name, code="pass", **more):
-    return SessionPlan(name, name, SIZE, code, **{"env": {}, "log": Path(), **more})
+    return SessionPlan(name, name, name, SIZE, code, **{"env": {}, "log": Path(), **more})
 
 
 async def launch(api, n=1):
@@ -646,7 +646,7 @@ async def main():
     hangs, loop = asyncio.Event(), asyncio.get_running_loop()
     with dask.config.set({"cml.api.timeout": "2s", "cml.api.retries": 0}):
         api = WorkersAPI(sys.modules["__main__"])
-    plan = SessionPlan("mine", "mine", SessionSize(1, 1), "", {}, Path())
+    plan = SessionPlan("mine", "mine", "mine", SessionSize(1, 1), "", {}, Path())
     launching = asyncio.ensure_future(api.launch(plan))
     if sys.argv[1] == "True":
         await hangs.wait()

@@ -60,6 +60,8 @@ class SessionPlan:
 
     Parameters
     ----------
+    key : str
+        The name of its worker, or ``"scheduler"``.
     name : str
         The name of the session. A Dask worker in it has the same name.
     title : str
@@ -78,6 +80,7 @@ class SessionPlan:
         The file in which a session says that it has taken the name. No other session takes it then.
     """
 
+    key: str
     name: str
     title: str
     size: SessionSize
@@ -272,7 +275,7 @@ def _plan(
     session: dict[str, Any],
     group: str | None = None,
 ) -> SessionPlan:
-    """Plan a session by its key: the name of a worker, or ``"scheduler"``.
+    """Plan a session by its key, see :class:`SessionPlan`.
 
     `words` are the arguments of the user, which the session expands. `session` contains more arguments of
     :func:`dask_cml.wrapper.run`. `group` is the group of a worker.
@@ -313,7 +316,7 @@ def _plan(
     if expanded:
         env[EXPANDED] = json.dumps(expanded)
     file = place.folder / STARTED_FOLDER / quoted
-    return SessionPlan(name, title, size, code, env, log, launch_options, file)
+    return SessionPlan(key, name, title, size, code, env, log, launch_options, file)
 
 
 def session_code(title: str, arguments: Mapping[str, Any]) -> str:

@@ -205,7 +205,7 @@ class CMLProcess(ProcessInterface):
             Whether it is known to be queued, unless its program runs.
         """
         if session_id is not None:
-            self.api.adopt(session_id, self.plan.name)
+            self.api.adopt(session_id, self.plan.key)
         self.info = {"id": session_id, "status": "scheduling" if waits else "starting", "app_url": app_url}
         self.is_listed, self._missing_since = False, None
         self.adopted = True
@@ -481,7 +481,7 @@ class CMLScheduler(CMLProcess):
         if not is_session_id(session) or session == self.session_id:
             return
         logger.info("Session %s of the scheduler used instead of %s", session, self.session_id)
-        self.api.adopt(session, self.plan.name)
+        self.api.adopt(session, self.plan.key)
         self.info, self.is_listed = {"id": session, "status": "starting"}, False
 
     async def _wait_for_answer(self) -> str:

@@ -93,9 +93,9 @@ class WorkersAPI:
     Attributes
     ----------
     live : dict of str to str
-        The names of all sessions that were launched or adopted here and not stopped, by their ids. A session
-        is in it from the moment of the platform's answer, in any thread. :meth:`end` stops these sessions,
-        without an event loop.
+        The keys of all sessions that were launched or adopted here and not stopped, by their ids: the names
+        of workers, or ``"scheduler"``. A session is in it from the moment of the platform's answer, in any
+        thread. :meth:`end` stops these sessions, without an event loop.
     stopped : set of str
         The ids of the sessions that were stopped here, and whose end is not in the record yet.
     launched : set of str
@@ -120,7 +120,7 @@ class WorkersAPI:
     >>> async def hello():
     ...     api = WorkersAPI(load_platform("local"))
     ...     size = SessionSize(1, 1)
-    ...     plan = SessionPlan("hello", "hello", size, "print('hello')", {}, Path("hello.log"))
+    ...     plan = SessionPlan("hello", "hello", "hello", size, "print('hello')", {}, Path("hello.log"))
     ...     session = await api.launch(plan)
     ...     await api.stop(session["id"])
     ...     await api.close()
@@ -254,18 +254,18 @@ class WorkersAPI:
             options["name"] = plan.title
         session = _launched(self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options))
         if session.get("id"):
-            self.adopt(session["id"], plan.name)
+            self.adopt(session["id"], plan.key)
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
         engine = session.get("engineId")
         if is_session_id(engine):
-            self.adopt(engine, plan.name)
+            self.adopt(engine, plan.key)
             with contextlib.suppress(Exception):  # of the platform: end() tries again
                 self._stop_now(engine)
             self._stopping.discard(engine)  # its end makes no room for another try
         raise LaunchRefused(plan.name, reason_of(session) or "no reason given")
 
-    def adopt(self, session_id: str, name: str) -> None:
+    def adopt(self, session_id: str, key: str) -> None:
         """Take over a session, also one that another process launched.
 
         Raises
@@ -275,7 +275,7 @@ class WorkersAPI:
         """
         if not is_session_id(session_id):
             raise ValueError(message("session id", session_id, "letters and digits"))
-        self.live[session_id] = name
+        self.live[session_id] = key
         self.launched.add(session_id)
 
     def forget(self, *ids: str) -> None:

@@ -46,7 +46,6 @@ from dask_cml.records import store
 from dask_cml.records.store import Maker, Record, SchedulerState, end_file
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
-from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.process import CMLProcess, Session
 from dask_cml.sessions.workers_api import WorkersAPI, time_of
 from dask_cml.timing import timing
@@ -380,21 +379,19 @@ class Journal:
         entering, self._entering = self._entering, []
         if not entering:
             return
-        name = self._record.name
-        launches = [launch_of(name, str(process.session_id), process.name, process) for process in entering]
+        launches = [launch_of(str(process.session_id), process.plan.key, process) for process in entering]
         await self._put(launches)
         self._written.update(launch.id for launch in launches)
 
     async def _write(self, processes: dict[str, CMLProcess]) -> None:
         sessions, now = self._api.live.copy(), int(time.time())
-        new = {session: name for session, name in sessions.items() if session not in self._written}
+        new = {session: key for session, key in sessions.items() if session not in self._written}
         # The process of a session may not know of it yet. An engine of a refused launch has no process.
         unused = new.keys() - processes.keys()
         for session in unused - self._unused:
             del new[session]
         self._unused = unused
-        cluster = self._record.name
-        launched = [launch_of(cluster, id, name, processes.get(id)) for id, name in new.items()]
+        launched = [launch_of(id, key, processes.get(id)) for id, key in new.items()]
         for session, process in processes.items():
             if process.loss is not None or process.info.get("finished_at"):
                 self._ends[session] = _end_of(process)
@@ -417,17 +414,16 @@ class Journal:
         self.gone, self._failure = False, None
 
 
-def launch_of(cluster: str, session: str, name: str, process: CMLProcess | None = None) -> Launch:
+def launch_of(session: str, key: str, process: CMLProcess | None = None) -> Launch:
     """Return how a session was launched. None: nobody knows its process, or it has none."""
     owner = this_owner() if process is None else process.owner
     launched = time.time() if process is None else process.since.timestamp()
-    plan: SessionPlan | None = None if process is None else process.plan
     return Launch(
         id=session,
-        key=SCHEDULER if name == f"{cluster}-{SCHEDULER}" else name,
+        key=key,
         owner=owner if is_session_id(owner) else None,
         launched=int(launched),
-        size=None if plan is None else plan.size,
+        size=None if process is None else process.plan.size,
         group=None if process is None else process.group,
     )
 
