@@ -585,8 +585,15 @@ class CMLCluster(SpecCluster):
     def _adapt(self, group: str, adaptive: dask_adaptive.Adaptive) -> Any:
         """Let an Adaptive scale a group."""
         if not isinstance(adaptive, CMLAdaptive):  # it scales here, as a user does
+
+            def stop_if_refused(asked: asyncio.Task[None]) -> None:
+                if self._adaptive is adaptive and not asked.cancelled() and asked.exception() is not None:
+                    self.groups.adapt(group, None)
+
             asked = self._ask("stop adapting", group=group)
             self.groups.adapt(group, adaptive)
+            if isinstance(asked, asyncio.Task):  # the manager is asked, and may refuse
+                asked.add_done_callback(stop_if_refused)
             return asked
         asked = self._ask("adapt", group=group, limits=adaptive.limits)
         if self.groups.adapts(group):  # here, and not in another process

@@ -24,7 +24,7 @@ from clusters import (
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLAdaptive
+from dask_cml import CMLAdaptive, CMLError
 
 FAST = {"interval": "1 s", "wait_count": 2}
 
@@ -273,6 +273,27 @@ async def test_another_class_goes_on_although_nobody_holds_it_until_the_cluster_
         cluster.adapt(3, 3)
         await eventually(lambda: arrived(cluster) == 3)
         assert former.periodic_callback is None
+
+
+@simulated
+async def test_an_adaptive_that_is_refused_does_not_stop_a_later_one(it):
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
+        wanted, handlers = [1], scheduler_of(it, cluster).handlers
+        answer = handlers["cml_post"]
+
+        async def hang(**_):
+            handlers["cml_post"] = answer
+            await asyncio.sleep(3600)
+
+        handlers |= {"cml_post": hang, "adaptive_target": lambda **_: wanted[-1]}
+        refused = remote.adapt(Adaptive=Adaptive, interval="1 s")
+        remote.adapt(Adaptive=Adaptive, interval="1 s")
+        with pytest.raises(CMLError, match="does not answer"):
+            await until_written(remote)
+        assert refused.periodic_callback is None
+        await until_written(remote)
+        wanted.append(2)
+        await eventually(lambda: arrived(cluster) == 2)
 
 
 @simulated

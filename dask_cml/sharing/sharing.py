@@ -518,8 +518,6 @@ class Sharing:
         except CMLError as error:
             # Only the keeper can carry it out if the scheduler does not answer.
             if not (self.is_keeper and isinstance(error, SchedulerTimeout)):
-                if request.kind == "stop adapting":  # for an Adaptive of another class, which scales here
-                    self._cluster.groups.adapt(request.group, None)
                 raise
             self._cluster._carry_out(request, is_own=True)
             self.asked(request, number)
