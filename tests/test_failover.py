@@ -571,6 +571,20 @@ async def test_who_leaves_after_its_claim_and_before_its_launch_is_not_waited_fo
 
 @pytest.mark.slow
 @simulated
+async def test_who_leaves_while_it_replaces_a_scheduler_launches_no_more_workers(it):
+    with dask.config.set({"cml.api.threads": 1}):
+        cluster = await simulate(name="lab", n_workers=3)
+        n = it.platform.count("launch_workers")
+        it.platform.plan("launch_workers", Mishap(), Mishap(before=2.0))
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: it.platform.count("launch_workers") == n + 2)
+        await cluster.leave()
+        assert it.platform.count("launch_workers") == n + 2
+        await cluster.shutdown()
+
+
+@pytest.mark.slow
+@simulated
 async def test_what_a_faster_process_wanted_counts_although_it_died_after_its_claim(it, monkeypatch):
     dead = {**vars(Maker.this_process()), "pid": it.process("dead").pid}
     it.processes[-1].kill()

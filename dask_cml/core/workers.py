@@ -578,7 +578,7 @@ class Workers:
             for name in queue:
                 if any(isinstance(error, (CallFailed, LaunchRefused)) for error in errors):
                     return
-                if not (unasked or (cluster.sharing.keeper.may_launch and cluster.status == Status.running)):
+                if cluster.status != Status.running or not (unasked or cluster.sharing.keeper.may_launch):
                     return
                 try:
                     await self.launch_one(name)
