@@ -783,9 +783,9 @@ class CMLCluster(SpecCluster):
             if len(left) < fewest or (is_kept and connected & ({*left} - staying)):
                 fewest, deadline = len(left), now + timing.finish
             elif now > deadline:
-                same = "nothing has" if is_kept else "no process manages the cluster, nothing has"
-                same = f"{same} changed for {timing.finish:g} s"
-                why = self.sharing.role.view.not_stopped or self.problem or same
+                unmanaged = "" if is_kept else "no process manages the cluster, "
+                unchanged = f"{unmanaged}nothing has changed for {timing.finish:g} s"
+                why = self.sharing.role.view.not_stopped or self.problem or unchanged
                 raise CMLError(f"{deleted} {names} not stopped yet: {why}")
             await asyncio.sleep(timing.collect)
 

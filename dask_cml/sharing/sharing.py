@@ -380,7 +380,7 @@ class Sharing:
                 cluster._tell(f"Cluster {cluster.options.name} shut down: {lost}")
                 self._ending = asyncio.create_task(cluster.ending.end_again())
                 return
-            except Exception as error:  # the same
+            except Exception as error:  # of the failover: perhaps a programming error
                 self._note_error(error, "checked")
             await asyncio.sleep(timing.retry)
 
