@@ -1,4 +1,4 @@
-"""The protocol of the scheduler's plugin: its version, its handlers and their messages, and how to call one.
+"""The protocol of the scheduler's plugin: its version, its messages, and calls with the keys of a cluster.
 
 The *board* in the plugin is the mail and the last report. The keeper alone decides what is wanted. Whoever
 else changes a cluster posts a request, which stays in the mail until a report says that it is carried out.

@@ -1,4 +1,4 @@
-"""The records of clusters, by which other processes find a cluster, judge whether it runs, and manage it.
+"""Reads and writes the records of clusters, and judges by them and the platform which clusters run.
 
 Each cluster has a folder with its name in the state directory, see :mod:`dask_cml.layout`. No process changes
 files of another process, there is no lock, and a reader sees either the old or the new state, even if a
@@ -11,8 +11,8 @@ own, ``<id>,ended,<time>,<cause>``. In ``started``, each session creates a file 
 which contains its id. Each operation creates one file, and none is ever changed. So all processes of a
 cluster write at once, and a reader that lists the folder once misses no session.
 
-A record contains its folder, which does not move if the configuration changes. All functions block while they
-wait for the file system.
+A record contains its folder, which does not move if the configuration changes. Functions that are no
+coroutines block while they wait for the file system.
 """
 
 from __future__ import annotations
