@@ -571,10 +571,9 @@ class CMLCluster(SpecCluster):
         )
         limit = max(least, _MAXIMUM) if math.isinf(most) else int(most)
         self._check_running(f"worker group {worker_group!r} not adapted", or_new=True)
-        is_cml_adaptive = issubclass(Adaptive, CMLAdaptive)
-        if is_cml_adaptive:
-            kwargs["worker_group"] = worker_group
-        cluster: Any = self if is_cml_adaptive else AdaptedCluster(self)
+        cluster: Any = AdaptedCluster(self)
+        if issubclass(Adaptive, CMLAdaptive):
+            cluster, kwargs["worker_group"] = self, worker_group
         adaptive = Adaptive(cluster, minimum=least, maximum=limit, **kwargs)
         self._in_loop(self._adapt, worker_group, adaptive)
         if math.isinf(most):
@@ -824,8 +823,7 @@ class CMLCluster(SpecCluster):
             if not self.keeps:  # the scheduler may have answered late
                 return
             await self.processes.close_others(self.worker_spec)
-            unwanted = self.processes.unwanted
-            await self._stop_unwanted(await self.processes.retirements.retire(unwanted) if unwanted else [])
+            await self._stop_unwanted(await self.processes.retirements.retire(self.processes.unwanted))
             if self.sharing.keeper.may_launch and (ready := self.processes.ready):
                 await self.processes.launch(ready)
             elif not self.processes.launching:
@@ -997,7 +995,7 @@ class CMLCluster(SpecCluster):
         deadline = math.inf if patience is None else time.monotonic() + patience
         n_running = 0
         while True:
-            if self.sharing.is_connected:
+            if self.sharing.link.connected:
                 limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
                 try:
                     answer = await self.sharing.link.ask("identity", limit)
@@ -1015,7 +1013,7 @@ class CMLCluster(SpecCluster):
             self._check_running(f"{n_workers} workers not connected")
             self._check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
-                problem = self.problem if self.sharing.is_connected else "the scheduler does not answer"
+                problem = self.problem if self.sharing.link.connected else "the scheduler does not answer"
                 why = f": {problem}" if problem else ""
                 raise TimeoutError(f"Only {n_running}/{n_workers} workers arrived after {timeout}{why}")
             await asyncio.sleep(timing.collect)
@@ -1281,9 +1279,8 @@ class CMLCluster(SpecCluster):
     @property
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
-        return max(
-            0, sum(self.groups.target(group) for group in self.groups.names) - len(self.processes.arrived())
-        )
+        wanted = sum(self.groups.target(group) for group in self.groups.names)
+        return max(0, wanted - len(self.processes.arrived()))
 
     def __repr__(self) -> str:
         # Cluster.__repr__ (cluster.py:548) shows no problem, and counts no worker that is on its way.

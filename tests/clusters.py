@@ -121,7 +121,7 @@ def cut_off(cluster: Any, seconds: float = 0.0) -> Callable[[], None]:
 
 
 def is_connected(cluster: Any) -> bool:
-    return bool(cluster.sharing.is_connected)
+    return bool(cluster.sharing.link.connected)
 
 
 async def ask_scheduler(cluster: Any, op: str) -> Any:

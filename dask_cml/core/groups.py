@@ -638,9 +638,8 @@ class CMLAdaptive(Adaptive):
         seconds("target_duration", default if duration is None else duration)
         # Without an interval, Dask's class does not start before the cluster does.
         super().__init__(cluster, interval=0, **kwargs)
-        if interval is None:
-            interval = dask.config.get("distributed.adaptive.interval")
-        self.interval = seconds("interval", interval)
+        default = dask.config.get("distributed.adaptive.interval")
+        self.interval = seconds("interval", default if interval is None else interval)
         integer("wait_count", self.wait_count, 0)
         if self.interval:
             self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)

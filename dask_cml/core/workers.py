@@ -29,7 +29,7 @@ from dask_cml.errors import CallFailed, CMLError, LaunchRefused
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import describe, room, setting
 from dask_cml.output import get_logger
-from dask_cml.protocol import NO_ANSWER
+from dask_cml.protocol import NO_ANSWER, Report
 from dask_cml.sessions import api_v2
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker, Session, class_of
@@ -284,10 +284,8 @@ class Workers:
     @property
     def launched(self) -> list[CMLProcess]:
         """The scheduler and the workers that were launched."""
-        scheduler = self._cluster.scheduler
-        processes: list[CMLProcess] = [scheduler] if isinstance(scheduler, CMLProcess) else []
-        processes += self.workers()
-        return [process for process in processes if process.session_id is not None]
+        found = [self._cluster.scheduler, *self.workers()]  # None: the scheduler is not launched
+        return [process for process in found if isinstance(process, CMLProcess) and process.session_id]
 
     def workers(self) -> list[CMLWorker]:
         """Return the workers on sessions of the platform, wanted or not."""
@@ -295,7 +293,7 @@ class Workers:
 
     def wanted(self, group: str | None = None) -> list[CMLWorker]:
         """Return the wanted workers that were launched, of one group or of all."""
-        names = {*(self._cluster.worker_spec if group is None else self._cluster.groups.workers(group))}
+        names = {*self._cluster.groups.workers(group)}
         return [worker for worker in self.workers() if worker.name in names]
 
     @property
@@ -361,7 +359,7 @@ class Workers:
         """Forget the failures of a group, because a user has changed it."""
         self._backoffs.pop(group, None)
 
-    def take_over(self, last: Any) -> None:
+    def take_over(self, last: Report) -> None:
         """Begin with what the last keeper has reported, instead of what this process knew before."""
         self._backoffs.clear()
         for group, n in last.failures.items():

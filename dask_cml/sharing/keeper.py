@@ -539,7 +539,7 @@ class Keeper:
 
     def report(self) -> Report:
         """Return what this process knows and wants."""
-        cluster, processes, view = self._cluster, self._cluster.processes, self._cluster.look.view
+        cluster, processes, view = self._cluster, self._cluster.processes, self.view
         app_url = None if cluster.scheduler is None else cluster.scheduler.info.get("app_url")
         return Report(
             sessions=[session.to_json() for session in processes.sessions],
