@@ -60,9 +60,8 @@ async def test_sessions_are_counted_not_their_dask_workers(it, bounds, tasks, n)
     async with simulate(name="mine", cpu=4, processes=4, worker_args=[]) as cluster:
         work = Work(it, cluster, tasks)
         adaptive = cluster.adapt(*bounds, **FAST)
-        assert repr(adaptive) == (
-            f"CMLAdaptive('mine', worker_group='default', minimum={bounds[0]}, maximum={bounds[1]})"
-        )
+        words = f"worker_group='default', minimum={bounds[0]}, maximum={bounds[1]}"
+        assert repr(adaptive) == f"CMLAdaptive('mine', {words})"
         names = {f"mine-{i}" for i in range(n)}
         await eventually(lambda: adaptive.observed == names)
         assert adaptive.plan == adaptive.requested == {*cluster.workers} == names

@@ -107,9 +107,8 @@ async def test_wait_for_workers_says_after_its_timeout_what_the_platform_refuses
         creator.scale(4)
         await eventually(lambda: arrived(creator) == 2 and other.problem)
         for cluster in creator, other:
-            with pytest.raises(
-                TimeoutError, match=r"^Only 2/4 workers .* 2 s: 2 of 4 workers launched: .*quota"
-            ):
+            words = r"^Only 2/4 workers .* 2 s: 2 of 4 workers launched: .*quota"
+            with pytest.raises(TimeoutError, match=words):
                 await cluster.wait_for_workers(4, timeout="2 s")
         scheduler_of(it, creator).handlers["identity"] = lambda: asyncio.sleep(3600)
         with pytest.raises(TimeoutError, match=r"^Only 0/1 workers arrived"):
@@ -130,9 +129,8 @@ async def test_wait_for_workers_fails_as_soon_as_no_other_worker_is_to_connect(i
                         await cluster.wait_for_workers(2)
                     words = "1 of 2 workers connected: no new workers after 2 failures in a row: "
                     assert str(failure.value).startswith(words)
-                    assert str(failure.value).endswith(
-                        ". To try again, run `dask cml scale lab 1 --group gpu`"
-                    )
+                    advice = ". To try again, run `dask cml scale lab 1 --group gpu`"
+                    assert str(failure.value).endswith(advice)
                 creator.adapt(1, 2)  # these may come
                 with pytest.raises(TimeoutError, match="Only 1/2 workers arrived after 5 s: gpu: no new"):
                     await creator.wait_for_workers(2, timeout="5 s")

@@ -273,9 +273,8 @@ async def test_a_scheduler_is_replaced_soon_whose_session_ends_after_its_connect
         it.sessions.processes[session].kill()
         await asyncio.sleep(1.0)
         it.platform.evict(session)
-        with mock.patch.object(
-            Cluster, "_sync_cluster_info", mock.Mock(side_effect=OSError)
-        ):  # it breaks again
+        broken = mock.Mock(side_effect=OSError)  # the connection, again
+        with mock.patch.object(Cluster, "_sync_cluster_info", broken):
             await eventually(lambda: scheduler_number(cluster) == 1, 6.0)
             await eventually(lambda: is_connected(cluster) and "lab-1" in it.platform.running)
         it.platform.evict(it.platform.running["lab-1"])

@@ -386,10 +386,8 @@ async def test_a_cluster_that_may_run_already_takes_no_request_before_it_is_conn
     async with shared() as keeper:
         remote = make(name="shared", create_mode=create_mode, platform="auto")
         for what, ask in ("scaled", remote.scale), ("adapted", remote.adapt):
-            words = (
-                f"^worker group 'default' not {what}: cluster shared is not connected yet, await it first$"
-            )
-            with pytest.raises(CMLError, match=words):
+            words = "cluster shared is not connected yet, await it first"
+            with pytest.raises(CMLError, match=f"^worker group 'default' not {what}: {words}$"):
                 ask(1)
         await remote
         await remote.scale(1)
@@ -433,9 +431,8 @@ class LikeAGroup(CMLCluster):
 @simulated
 async def test_the_next_keeper_and_remotes_know_the_groups_of_workers_with_any_names(it):
     def groups():
-        return {
-            name: (group.n_arrived, wanted(cluster, name)) for name, group in cluster.worker_groups.items()
-        }
+        known = cluster.worker_groups.items()
+        return {name: (group.n_arrived, wanted(cluster, name)) for name, group in known}
 
     def add_large():
         first.worker_spec["large"] = spec_of(first, "gpu")

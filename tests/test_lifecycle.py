@@ -77,9 +77,7 @@ async def test_nobody_connects_to_a_cluster_whose_scheduler_has_ended_and_all_he
 
 @pytest.mark.parametrize("security", [pytest.param(True, marks=pytest.mark.slow), False])
 @simulated
-async def test_a_silent_cluster_that_the_platform_does_not_list_keeps_its_name_until_it_is_deleted(
-    it, security
-):
+async def test_a_silent_cluster_that_is_not_listed_keeps_its_name_until_it_is_deleted(it, security):
     async def create():
         for silent in (0, timing.silence, 30 * 86400):
             os.utime(sign, (0, sign.stat().st_mtime - silent))
@@ -175,9 +173,7 @@ def test_shutdown_ends_a_cluster_whose_object_is_closed_and_has_no_event_loop_an
 
 
 @pytest.mark.slow
-def test_who_asks_for_something_of_a_cluster_that_another_object_has_ended_reads_why_it_is_closed(
-    platform, until
-):
+def test_who_asks_something_of_a_cluster_that_another_object_has_ended_reads_why(platform, until):
     creator = CMLCluster(name="lab", platform="local", quiet=True)
     with CMLCluster.from_name("lab", quiet=True) as other:
         creator.shutdown()
@@ -259,9 +255,7 @@ async def test_a_session_whose_launch_is_answered_when_its_process_leaves_or_lat
 
 @pytest.mark.parametrize("is_deleted", [False, True])
 @simulated
-async def test_a_session_without_a_program_whose_launch_is_answered_later_is_recorded_or_stopped(
-    it, is_deleted
-):
+async def test_a_session_without_a_program_that_is_answered_late_is_recorded_or_stopped(it, is_deleted):
     async with own(0) as cluster:
         it.platform.doom("silent")
         it.platform.plan("launch_workers", Mishap(after=20.0))

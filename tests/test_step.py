@@ -240,9 +240,7 @@ async def test_a_session_whose_launch_ends_while_another_one_is_judged_is_not_st
 
 @pytest.mark.parametrize("second", ["exits", "waits", "waits unread"])
 @simulated
-async def test_a_session_that_took_a_workers_name_is_waited_for_though_its_launch_was_not_answered(
-    it, second, monkeypatch
-):
+async def test_a_session_with_a_workers_name_is_waited_for_without_an_answer(it, second, monkeypatch):
     monkeypatch.setattr(running, "Worker", LateWorker)
     async with simulate(name="mine") as cluster:
         it.platform.configure(None if second == "exits" else {"sessions": 2}, waits_for_room=True)
