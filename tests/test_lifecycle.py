@@ -261,12 +261,11 @@ async def test_a_session_without_a_program_that_is_answered_late_is_recorded_or_
         it.platform.plan("launch_workers", Mishap(after=20.0))
         cluster.scale(1)
         await eventually(lambda: "night-0" in it.platform.running)
-    if is_deleted:
-        await shut_down()
-        await eventually(lambda: not it.platform.running)
-    else:
-        await eventually(lambda: it.platform.running["night-0"] in store.read("night").sessions)
-        await shut_down()
+        session = it.platform.running["night-0"]
+    if not is_deleted:  # another process may launch night-0 meanwhile
+        await eventually(lambda: session in store.read("night").sessions)
+    await shut_down()
+    await eventually(lambda: not it.platform.live)
 
 
 @simulated
