@@ -99,9 +99,8 @@ def stands(it, cluster, n):
 async def test_a_request_that_only_the_lost_scheduler_knew_is_wanted_of_the_next(it, keeper):
     creator = await create_elsewhere(it, name="lab", n_workers=2) if keeper == "vanishes" else None
     async with AsyncExitStack() as stack:
-        cluster = remote = await stack.enter_async_context(
-            simulate(name="lab", n_workers=2) if creator is None else rebuild("lab", shutdown_on_close=True)
-        )
+        one = simulate(name="lab", n_workers=2) if creator is None else rebuild("lab", shutdown_on_close=True)
+        cluster = remote = await stack.enter_async_context(one)
         if creator is None:
             remote = await stack.enter_async_context(rebuild("lab"))
             await eventually(lambda: arrived(remote) == 2)

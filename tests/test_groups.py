@@ -54,9 +54,8 @@ async def test_the_sessions_of_a_deleted_group_stop_or_the_user_hears_why_not(it
         deleted = "worker group 'big' of cluster mine deleted, but mine-big"
 
         async def has(name):
-            await eventually(
-                lambda: connected(cluster) == {name} and remote.worker_groups["big"].n_arrived == 1
-            )
+            await eventually(lambda: connected(cluster) == {name})
+            await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
 
         # no other worker can take its data
         await has("mine-big-0")

@@ -571,12 +571,9 @@ async def test_a_keeper_whose_record_was_removed_stops_its_sessions_when_it_leav
 @pytest.mark.slow
 @simulated
 async def test_a_keeper_whose_record_is_not_found_for_a_moment_stops_nothing_when_it_leaves(it, monkeypatch):
-    def not_found(folder):
-        raise FileNotFoundError(folder)
-
     cluster = await shared(shutdown_on_close=False)
     with monkeypatch.context() as changed:
-        changed.setattr(store, "check_folder", not_found)
+        changed.setattr(store, "check_folder", mock.Mock(side_effect=FileNotFoundError))
         cluster.scale(1)
         await eventually(lambda: arrived(cluster) == 1)
         await cluster.leave()
@@ -706,16 +703,13 @@ async def test_a_session_is_no_stray_at_the_first_look_after_an_outage_of_the_fi
     async with shared():
         stray = sleeping(it)
         with monkeypatch.context() as patch:
-            patch.setattr(sharing_keeper.store, "read_again", fail)
+            failure = CMLError("the file system does not answer")
+            patch.setattr(sharing_keeper.store, "read_again", mock.Mock(side_effect=failure))
             await asyncio.to_thread(launch, store.read("shared"), stray, key="shared-7")
             await asyncio.sleep(timing.strays + timing.stray)
         await asyncio.sleep(timing.strays)
         assert stray in it.platform.live
         await eventually(lambda: stray not in it.platform.live)
-
-
-def fail(*_):
-    raise CMLError("the file system does not answer")
 
 
 @pytest.mark.slow

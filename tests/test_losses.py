@@ -95,6 +95,10 @@ async def test_a_worker_that_is_lost_when_one_too_many_is_wanted_is_not_replaced
         assert {*it.platform.running} == {"mine-scheduler", "mine-1"}
 
 
+def fail(names):
+    raise RuntimeError("it failed")
+
+
 @pytest.mark.slow
 @simulated
 async def test_a_session_that_ends_or_waits_and_leaves_the_list_is_replaced(it):
@@ -107,9 +111,6 @@ async def test_a_session_that_ends_or_waits_and_leaves_the_list_is_replaced(it):
         await eventually(lambda: connected(cluster) == {"mine-1"}, seconds=120)
         words = "it never connected; the platform says no longer listed"
         assert f"Worker mine-0 lost: {words}; launching a replacement" in log_of(cluster)
-
-        def fail(names):
-            raise RuntimeError("it failed")
 
         await eventually(lambda: cluster.workers["mine-1"].is_listed)
         scheduler_of(it, cluster).handlers["cml_last"] = fail  # it cannot say more of the lost worker
@@ -124,9 +125,6 @@ async def test_a_session_that_ends_or_waits_and_leaves_the_list_is_replaced(it):
 @pytest.mark.parametrize(("nanny", "limit"), [("answers", 40), ("is unknown", 40), ("is gone", 5)])
 @simulated
 async def test_a_dask_worker_may_be_gone_for_as_long_as_at_first_while_its_nanny_lives(it, nanny, limit):
-    def fail(names):
-        raise RuntimeError("it failed")
-
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "5s"}):
         async with supplied(name="mine", n_workers=1, worker_timeout=40, **PROCESSES) as cluster:
             scheduler = scheduler_of(it, cluster)
