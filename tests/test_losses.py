@@ -189,6 +189,16 @@ def session_of(cluster, key):
     return cluster.workers[key].session_id
 
 
+@simulated
+async def test_the_user_is_told_of_no_wait_for_the_data_of_a_worker_that_has_left(it):
+    async with supplied(name="mine", n_workers=2) as cluster:
+        scheduler_of(it, cluster).handlers["retire_workers"] = lambda **_: asyncio.sleep(3600)
+        await cluster.scale_down(["mine-0"])
+        it.platform.evict(it.platform.running["mine-0"])
+        await asyncio.sleep(2 * timing.long_retirement)
+        assert "copy the data" not in log_of(cluster)
+
+
 @pytest.mark.slow
 @simulated
 async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):

@@ -951,10 +951,9 @@ class Retirements:
         await asyncio.sleep(min(timing.long_retirement, self._limit))
         connected = connected_names(self._cluster)
         late = sorted(worker.name for worker in workers if connected.intersection(worker.dask_names))
-        self._cluster._tell(
-            f"Cluster {self._cluster.options.name} waiting for other workers to copy the data of "
-            f"{', '.join(late)}"
-        )
+        if late:  # else they have left, and only the scheduler has not answered yet
+            waiting = f"Cluster {self._cluster.options.name} waiting for other workers to copy the data of "
+            self._cluster._tell(waiting + ", ".join(late))
         heard: dict[str, float] = {}
         while True:
             with contextlib.suppress(*NO_ANSWER, CMLError):
