@@ -321,6 +321,8 @@ class BoardState:
         Counts the keepers of the cluster.
     mail : sequence of Letter
         What users have asked for, and no keeper has carried out yet.
+    posted : int
+        The number of the watcher's last request that was ever in the mail or in its own report.
     leaving : sequence of str
         Dask workers whose session the platform is about to stop.
     report : mapping
@@ -347,6 +349,7 @@ class BoardState:
     keeper: str | None = None
     term: int = 0
     mail: Sequence[Letter] = ()
+    posted: int = 0
     leaving: Sequence[str] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
     moves: int = 0

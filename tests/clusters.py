@@ -350,16 +350,16 @@ def delay_requests(cluster: CMLCluster, seconds: float) -> None:
 def lose_first_answer(cluster: CMLCluster, *, is_taken: bool = True) -> None:
     """Let the scheduler take the next request of a process, or not, and its answer get lost."""
     link = cluster.sharing.link
-    post = link._post
+    write = link._write
 
-    async def post_in_vain(*arguments: Any) -> None:
-        link._post = post
+    async def post_in_vain(op: str, **arguments: Any) -> None:
+        link._write = write
         if is_taken:
-            await post(*arguments)
+            await link.ask(op, **arguments)
         await asyncio.sleep(10.0)
         raise SchedulerTimeout("no answer")
 
-    link._post = post_in_vain
+    link._write = post_in_vain
 
 
 def lose_answers(cluster: CMLCluster) -> None:

@@ -325,7 +325,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         except ValueError as error:
             return {"refused": str(error)}
         self._publish()
-        return self._answer()
+        return self._answer(sender)
 
     def live_on(self) -> dict[str, Any]:
         """Let the cluster run on without a user, and return the board."""
@@ -416,6 +416,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return {
             **board,
             "revision": self._revision,
+            "posted": self._board.posted.get(watcher or "", 0),
             "leaving": [*self.leaving],
             "moves": self.moves,
             "problem": self._problem,

@@ -237,7 +237,11 @@ class Link:
             self.unreported.pop(number, None)  # the last report may have been taken late
 
     async def _post(self, number: int, request: Request) -> None:
-        await self._write(protocol.POST, sender=self.id, number=number, request=asdict(request))
+        try:
+            await self._write(protocol.POST, sender=self.id, number=number, request=asdict(request))
+        except SchedulerTimeout:
+            if number > self.board.posted:  # else only its answer was lost
+                raise
 
     async def live_on(self) -> None:
         """Let the cluster run on without a user.
