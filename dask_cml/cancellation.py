@@ -11,10 +11,13 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from dask_cml.errors import CMLError, NoAnswer
+from dask_cml.timing import timing
 
 T = TypeVar("T")
 
 _PATIENCE = 1.0
+#: The calls that were left behind. At so many, as of a file system that hangs for hours, none is begun.
+_hanging, _MOST_HANGING = set[Future[Any]](), 64
 
 
 async def cancel(*tasks: asyncio.Future | None) -> None:
@@ -79,9 +82,9 @@ async def wait_until_set(event: asyncio.Event, timeout: float) -> bool:
     return event.is_set()
 
 
-async def to_the_end(function: Callable[..., T], *arguments: Any, **more: Any) -> T:
-    """Do the same as ``asyncio.to_thread``, but let a cancellation wait for the thread."""
-    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))
+async def to_the_end(call: Awaitable[T]) -> T:
+    """Return the result of a call in a thread. A cancellation waits for its end."""
+    running = asyncio.ensure_future(call)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -90,6 +93,27 @@ async def to_the_end(function: Callable[..., T], *arguments: Any, **more: Any) -
                 await asyncio.wait([running])
         _drop_error(running)
         raise
+
+
+async def in_time(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of files, which may hang, in a thread of its own, for ``timing.files`` at most.
+
+    Raises
+    ------
+    NoAnswer
+        If it takes longer. Its thread is left behind.
+    """
+    if len(_hanging) >= _MOST_HANGING:
+        raise NoAnswer(f"{len(_hanging)} earlier calls have not returned")
+    future = start_call(functools.partial(function, *arguments))
+    call = asyncio.wrap_future(future)
+    call.add_done_callback(_drop_error)
+    await asyncio.wait([call], timeout=timing.files)
+    if call.done():
+        return call.result()
+    _hanging.add(future)
+    future.add_done_callback(_hanging.discard)
+    raise no_answer(timing.files)
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:

@@ -47,7 +47,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
         If the task is cancelled. The record may exist.
     """
     try:
-        await to_the_end(store.claim, record, board)  # then it can be removed
+        await to_the_end(asyncio.to_thread(store.claim, record, board))  # then it can be removed
         return
     except ClusterExists:
         old = await asyncio.to_thread(store.find, record.name)
@@ -58,7 +58,7 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
             raise ClusterExists(old.name, finding.why) from None
     if (error := (await end_all([old], findings={old.name: finding}))[old.name]) is not None:
         raise error
-    await to_the_end(store.claim, record, board)
+    await to_the_end(asyncio.to_thread(store.claim, record, board))
 
 
 async def describe(records: Iterable[Record]) -> list[dict[str, Any]]:

@@ -244,7 +244,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             return
         try:
             # A cancellation waits: the scheduler's last state must not be written before this state.
-            await to_the_end(self._file.write, state)
+            await to_the_end(asyncio.to_thread(self._file.write, state))
             self._saved = state
         except OSError as error:
             logger.warning("State of the cluster not written: %s", error)

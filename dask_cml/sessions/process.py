@@ -16,9 +16,9 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 from distributed.utils import import_term
 
-from dask_cml.cancellation import first_of
+from dask_cml.cancellation import first_of, in_time
 from dask_cml.checks import is_session_id, web_link
-from dask_cml.errors import CallFailed, CMLError, SchedulerTimeout, SessionFailed
+from dask_cml.errors import CallFailed, CMLError, NoAnswer, SchedulerTimeout, SessionFailed
 from dask_cml.layout import scheduler_file
 from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options, SessionSize
@@ -367,7 +367,7 @@ class CMLProcess(ProcessInterface):
     async def read_started(self) -> str | None:
         """Return the session that has taken the name. Empty: none has. None: it cannot be read now."""
         try:
-            session = (await asyncio.to_thread(read_file, self.plan.started)).decode(errors="replace")
+            session = (await in_time(read_file, self.plan.started)).decode(errors="replace")
         except FileNotFoundError:
             return ""
         except (OSError, ValueError, CMLError) as error:
@@ -377,13 +377,15 @@ class CMLProcess(ProcessInterface):
 
     async def last_lines(self) -> list[str]:
         """Return the last lines of the session's output."""
-        return await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
+        with contextlib.suppress(NoAnswer):
+            return await in_time(last_lines, self.plan.log, _LOG_LINES)
+        return []
 
     async def note_loss(self, loss: Loss) -> None:
         """Note why the session was lost, also in its log, if possible."""
         self.loss = loss.cause.value
         with contextlib.suppress(OSError, ValueError):
-            await asyncio.to_thread(append, self.plan.log, f"{LOST}{loss.words}]\n".encode())
+            await in_time(append, self.plan.log, f"{LOST}{loss.words}]\n".encode())
 
     async def failure(self, what: str) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.

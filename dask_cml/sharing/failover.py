@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
-from dask_cml.cancellation import to_the_end
-from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoSuchCluster, SessionFailed
+from dask_cml.cancellation import in_time, to_the_end
+from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoAnswer, NoSuchCluster, SessionFailed
 from dask_cml.options import setting
 from dask_cml.output import get_logger
 from dask_cml.protocol import NO_ANSWER, Rank
@@ -70,7 +70,7 @@ class Failover:
         ------
         SchedulerLost
             If the cluster is over.
-        RecordUnreadable
+        RecordUnreadable, NoAnswer
             If nobody can say, because the record cannot be read now.
         """
         if self._link.board.closed is not None:
@@ -94,7 +94,7 @@ class Failover:
                 scheduler.update(listing)
         is_listed = scheduler.is_listed and not scheduler.is_missing
         listed = {scheduler.session_id: scheduler.info} if is_listed or scheduler.has_ended else {}
-        why = await asyncio.to_thread(store.why_ended, record, listed)
+        why = await in_time(store.why_ended, record, listed)
         if why is None:
             return None
         if scheduler.info.get("status") != "failed":
@@ -133,13 +133,13 @@ class Failover:
         ------
         SchedulerLost
             If the cluster was shut down: its record is gone, or says so.
-        RecordUnreadable
+        RecordUnreadable, NoAnswer
             If the record cannot be read now.
         """
         try:
-            latest = await asyncio.to_thread(store.read_again, record)
+            latest = await in_time(store.read_again, record)
         except NoSuchCluster:
-            ended = await asyncio.to_thread(find_ended, record.id)
+            ended = await in_time(find_ended, record.id)
             deleted = f"another process shut it down, or deleted its folder {record.folder}"
             raise SchedulerLost(why or deleted if ended is None else ended.why) from None
         if latest.scheduler.closed is not None:
@@ -162,7 +162,7 @@ class Failover:
         while True:
             try:
                 record = await self._read(record, why)
-            except store.RecordUnreadable as error:
+            except (store.RecordUnreadable, NoAnswer) as error:
                 cluster.sharing.note_unreached(str(error))
                 await asyncio.sleep(timing.retry)
                 continue
@@ -269,14 +269,15 @@ class Failover:
         cluster, sharing, last = self._cluster, self._cluster.sharing, record.scheduler
         workers = cluster.processes
         lost_at = sharing.unreached_since or time.monotonic()
-        cluster.groups.given(await asyncio.to_thread(store.given_names, record))
+        cluster.groups.given(await in_time(store.given_names, record))
         anew = not sharing.is_keeper
         keeper = Keeper(cluster, self._link, record, last.term, taken=0) if anew else sharing.keeper
         # Before the claim, whose file says what is wanted after the mail. If another process claims it, that
         # one has the same mail, and this one follows. If the lost scheduler answers, the report says `taken`.
         keeper.go_on(last, anew=anew)
         number, board = last.number + 1, keeper.first_board(last, restarts)
-        if not await to_the_end(store.claim_scheduler, record, number, board):  # else nobody gives it up
+        claim = asyncio.to_thread(store.claim_scheduler, record, number, board)
+        if not await to_the_end(claim):  # else nobody gives it up
             return False
         keeper.term = board["term"]
         sharing.keep(keeper)
@@ -316,7 +317,7 @@ class Failover:
         processes, api = self._cluster.processes, self._cluster.api
         launched = processes.launched
         await keeper.journal.write(launched)
-        latest = await asyncio.to_thread(store.refreshed, record)
+        latest = await in_time(store.refreshed, record)
         await processes.close_others()
         await processes.cancel("retire")
         for session, name in latest.sessions.items():

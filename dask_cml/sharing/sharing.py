@@ -19,7 +19,7 @@ from distributed.objects import SchedulerInfo
 from distributed.utils import NoOpAwaitable
 
 from dask_cml import compat, output
-from dask_cml.cancellation import call_within, cancel, first_of, within
+from dask_cml.cancellation import call_within, cancel, first_of, in_time, within
 from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
@@ -445,8 +445,8 @@ class Sharing:
         assert self.record is not None
         cluster, report = self._cluster, Report.read(board.report)
         try:
-            record = await asyncio.to_thread(store.read_again, self.record)
-            given = await asyncio.to_thread(store.given_names, record)
+            record = await in_time(store.read_again, self.record)
+            given = await in_time(store.given_names, record)
             keeper = Keeper(cluster, self.link, record, board.term, report.taken)
             await self._subscribe()
             async with cluster._lock:

@@ -195,3 +195,19 @@ async def test_a_shutdown_stops_all_sessions_although_the_file_system_hangs(it, 
         assert time.monotonic() - began < 60.0
 
     await shut_down_while_files_hang(it, shut_down, pause)
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_manager_does_what_is_asked_for_and_replaces_lost_workers_while_its_files_hang(it):
+    answers, manager = asyncio.Event(), await create_elsewhere(it, name="night", n_workers=1)
+    async with rebuild("night", shutdown_on_close=True) as cluster:
+        hang(it, manager, answers)
+        await asyncio.sleep(30.0)  # meanwhile it looks for sessions that it does not know
+        await cluster.scale(3)
+        await eventually(lambda: arrived(cluster) == 3)
+        it.platform.evict(it.platform.running["night-1"])
+        await eventually(lambda: "night-3" in it.platform.running and arrived(cluster) == 3)
+        await cluster.scale(1)
+        await eventually(lambda: len(it.platform.running) == 2)
+        answers.set()
