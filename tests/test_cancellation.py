@@ -8,8 +8,6 @@ import threading
 import pytest
 
 from dask_cml.cancellation import cancel, in_time, to_the_end, wait_until_set
-from dask_cml.errors import NoAnswer
-from dask_cml.timing import timing
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -47,7 +45,6 @@ async def test_an_error_is_nobody_elses_if_the_wait_for_a_cancelled_task_is_canc
     await asyncio.sleep(0)
     may_end.set()
     await asyncio.wait([failing, waiting])
-    assert waiting.cancelled()
     del failing, waiting
     gc.collect()
     await asyncio.sleep(0)
@@ -55,9 +52,9 @@ async def test_an_error_is_nobody_elses_if_the_wait_for_a_cancelled_task_is_canc
 
 
 async def test_calls_that_hang_end_in_time_and_are_few(monkeypatch):
-    monkeypatch.setattr(timing, "files", 0.01)
+    monkeypatch.setattr("dask_cml.timing.timing.files", 0.01)
     may_end = threading.Event()
     for words in [*["no answer within"] * 64, "64 earlier calls"]:
-        with pytest.raises(NoAnswer, match=words):
+        with pytest.raises(TimeoutError, match=words):
             await in_time(may_end.wait)
     may_end.set()
