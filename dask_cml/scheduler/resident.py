@@ -27,7 +27,7 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 WHO = "its scheduler's session"
 #: Seconds without a keeper after which the process is started: a user's process may be about to keep it. They
 #: double with each failure.
-_ALONE, _LONGEST_ALONE = 5.0, 600.0
+_ALONE, _LONGEST_ALONE = 10.0, 600.0
 #: Seconds without keeping the cluster after which a process that runs counts as hung.
 _HUNG = 120.0
 #: Seconds for the process to stop the cluster's sessions when its scheduler closes.
