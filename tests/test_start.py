@@ -12,6 +12,7 @@ from testbed import faults
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout
 from dask_cml.sessions import here
+from dask_cml.sessions.process import CMLScheduler
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -84,6 +85,20 @@ async def test_a_start_in_a_mesh_fails_in_time_and_names_the_cure(it, sidecar):
     with pytest.raises(SchedulerTimeout) as caught:
         await simulate(n_workers=1, pending_timeout=30)
     assert "Istio" not in str(caught.value)
+
+
+@simulated
+async def test_a_start_fails_in_time_although_the_file_of_its_scheduler_hangs(it, monkeypatch):
+    def hang(_):
+        while not ended.is_set():
+            time.sleep(1.0)
+
+    ended = asyncio.Event()
+    monkeypatch.setattr(CMLScheduler, "_read_address", hang)
+    it.platform.doom("silent", key="scheduler")
+    with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running"):
+        await asyncio.wait_for(simulate(scheduler_timeout=30), 90)
+    ended.set()
 
 
 @pytest.mark.parametrize("quota", [None, {"sessions": 2}])

@@ -490,7 +490,10 @@ class CMLScheduler(CMLProcess):
         while True:
             # Before the question: a process that was stopped for long asks once more.
             failure = self.late("answer", self.options.scheduler_timeout)
-            for address in await asyncio.to_thread(self._read_address), self._guess():
+            written = None
+            with contextlib.suppress(NoAnswer):
+                written = await in_time(self._read_address)
+            for address in written, self._guess():
                 if address and await self._answers(address):
                     return address
             if failure is not None:
