@@ -775,7 +775,8 @@ class Workers:
         await cancel(*self._under_way[verb])
 
     async def close(self) -> None:
-        """Wait for no stop and no retirement any more. CMLCluster._stop_looking cancels the launches."""
+        """Wait for no launch, no stop and no retirement any more."""
+        await self.cancel("launch")
         self.take_connected()  # other processes are to find the sessions of the workers
         await self.cancel("stop")
         await self.cancel("retire")
