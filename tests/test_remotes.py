@@ -22,7 +22,7 @@ from clusters import (
 )
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLError
+from dask_cml import CMLError, NoSuchCluster
 from dask_cml.protocol import BoardState, Request
 from dask_cml.records import store
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
@@ -185,3 +185,26 @@ async def test_who_connects_waits_for_no_list_of_a_platform_that_hangs(it):
             began = asyncio.get_running_loop().time()
             async with rebuild("mine"):
                 assert asyncio.get_running_loop().time() - began < 1
+
+
+@simulated
+async def test_who_connects_while_the_scheduler_is_replaced_reaches_the_next_one(it):
+    await create_elsewhere(it, name="mine", n_workers=1)
+    it.platform.evict(it.platform.running["mine-scheduler"])
+    began = asyncio.get_running_loop().time()
+    async with rebuild("mine") as remote:
+        assert asyncio.get_running_loop().time() - began < 25
+        assert scheduler_number(remote) == 1
+        await remote.shutdown()
+
+
+@simulated
+async def test_who_connects_reads_at_once_that_the_cluster_is_deleted_meanwhile(it):
+    await create_elsewhere(it, name="mine")
+    it.sessions.processes[it.platform.running["mine-scheduler"]].pause(600.0)
+    connecting = asyncio.create_task(rebuild("mine").__aenter__())
+    await asyncio.sleep(1.0)
+    await run_command("delete", "mine")
+    assert not connecting.done()
+    with pytest.raises(NoSuchCluster):
+        await asyncio.wait_for(connecting, 5.0)

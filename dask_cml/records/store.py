@@ -1115,22 +1115,28 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     return Finding(State.UNKNOWN, f"its scheduler at {scheduler.address} has left no sign of life {lately}")
 
 
-async def refuse_ended(record: Record, api: WorkersAPI) -> None:
-    """Raise an error if a cluster is dead. Otherwise never return, so that nobody waits for that.
+async def replaced(record: Record, api: WorkersAPI) -> Record:
+    """Return the record of a cluster as soon as another scheduler listens in place of the one in it.
 
     Raises
     ------
+    NoSuchCluster
+        If the cluster is deleted meanwhile.
     CMLError
         If it has ended.
     """
-    name = record.name
-    finding = (await judge([record], api=api))[name]
-    if finding.state is State.DEAD:
-        raise CMLError(
-            f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
-            f"left of it, run {command('delete', name)}"
-        )
-    await asyncio.Event().wait()
+    name, latest = record.name, record
+    while latest.scheduler.number == record.scheduler.number or latest.scheduler.address is None:
+        finding = (await judge([latest], api=api))[name]
+        if finding.state is State.DEAD:
+            raise CMLError(
+                f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
+                f"left of it, run {command('delete', name)}"
+            )
+        await asyncio.sleep(_POLL_INTERVAL)
+        with contextlib.suppress(RecordUnreadable):
+            latest = await asyncio.to_thread(read_again, record)
+    return latest
 
 
 async def wait_until_running(record: Record) -> Record:

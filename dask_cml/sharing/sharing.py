@@ -224,10 +224,13 @@ class Sharing:
         cluster._take_options(Options.of_running(name, record.options, **own))
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
-        self.enter(record)
+        following: Record | None = record
         try:
-            join = self._join_within(patience, str(record.scheduler.address))
-            await first_of(join, store.refuse_ended(record, cluster.api))
+            while following is not None:  # or another scheduler takes its place meanwhile
+                record = following
+                self.enter(record)
+                join = self._join_within(patience, str(record.scheduler.address))
+                following = await first_of(join, store.replaced(record, cluster.api))
         except SchedulerTimeout as error:
             advice = f"to stop its sessions, run {command('delete', name)}"
             raise CMLError(
