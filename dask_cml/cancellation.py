@@ -104,7 +104,7 @@ async def in_time(function: Callable[..., T], *arguments: Any) -> T:
         If it takes longer. Its thread is left behind.
     """
     if len(_hanging) >= _MOST_HANGING:
-        raise NoAnswer(f"{len(_hanging)} earlier calls have not returned")
+        raise NoAnswer(f"the file system has not answered {len(_hanging)} earlier calls")
     future = start_call(functools.partial(function, *arguments))
     call = asyncio.wrap_future(future)
     call.add_done_callback(_drop_error)
@@ -113,7 +113,7 @@ async def in_time(function: Callable[..., T], *arguments: Any) -> T:
         return call.result()
     _hanging.add(future)
     future.add_done_callback(_hanging.discard)
-    raise no_answer(timing.files)
+    raise NoAnswer(f"the file system did not answer within {timing.files:g} s")
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:

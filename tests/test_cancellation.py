@@ -54,7 +54,7 @@ async def test_an_error_is_nobody_elses_if_the_wait_for_a_cancelled_task_is_canc
 async def test_calls_that_hang_end_in_time_and_are_few(monkeypatch):
     monkeypatch.setattr("dask_cml.timing.timing.files", 0.01)
     may_end = threading.Event()
-    for words in [*["no answer within"] * 64, "64 earlier calls"]:
+    for words in [*["file system did not answer within"] * 64, "64 earlier calls"]:
         with pytest.raises(TimeoutError, match=words):
             await in_time(may_end.wait)
     may_end.set()
