@@ -22,11 +22,13 @@ from clusters import (
     has,
     is_keeper,
     launch,
+    leave_alone,
     limits,
     lines_of,
     log_of,
     lose_first_answer,
     make,
+    manager,
     manages,
     n_supplied,
     rebuild,
@@ -49,6 +51,7 @@ from clusters import (
 )
 from distributed import Client
 from simulated.faults import Mishap
+from simulated.process import current
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
@@ -57,6 +60,7 @@ from dask_cml.options import state_directory
 from dask_cml.protocol import LAST, Letter, Request
 from dask_cml.records import operations, store
 from dask_cml.records.store import Record
+from dask_cml.scheduler.resident import WHO
 from dask_cml.sessions.entry import Launch
 from dask_cml.sharing import keeper as sharing_keeper
 from dask_cml.sharing import sharing
@@ -776,3 +780,27 @@ async def test_events_are_kept_that_are_noted_while_the_scheduler_answers(it, mo
 
         while await launched() != {"lab-0", "lab-1", "lab-2"}:
             await asyncio.sleep(1.0)
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_process_whose_files_hang_tries_more_and_more_rarely_to_keep_the_cluster(it, monkeypatch):
+    def hangs(record):
+        while current() is user and not may_read.is_set():
+            time.sleep(1.0)
+        return read_again(record)
+
+    async def connect():
+        async with rebuild("night"):
+            monkeypatch.setattr(store, "read_again", hangs)
+            await may_read.wait()
+
+    await leave_alone(it, n_workers=1)
+    await eventually(lambda: manager("night") == WHO)
+    read_again, may_read, user = store.read_again, asyncio.Event(), it.process("user", NOTEBOOK)
+    using = user.start(connect())
+    await asyncio.sleep(900.0)
+    assert 2 <= sum(process.name.startswith("resident") for process in it.processes) <= 7
+    may_read.set()
+    await using
+    await shut_down()

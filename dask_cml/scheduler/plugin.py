@@ -720,6 +720,8 @@ class _Watcher:
     #: Seconds since its last message, and since its first, without pauses of this process.
     silent: float = 0.0
     connected: float = 0.0
+    #: Seconds for which it was passed over last.
+    passed_over: float = 0.0
 
 
 class Watchers:
@@ -773,8 +775,8 @@ class Watchers:
         known = self._watchers.get(watcher)
         if known is None:
             logger.info("Process %s watches from %s", watcher, comm.peer_address)
-        connected = 0.0 if known is None else known.connected
-        self._watchers[watcher] = _Watcher(rank, who, comm, connected=connected)
+        times = {} if known is None else {"connected": known.connected, "passed_over": known.passed_over}
+        self._watchers[watcher] = _Watcher(rank, who, comm, **times)
         if rank in USERS:
             self._alone = 0.0
 
@@ -789,9 +791,12 @@ class Watchers:
         return None if known is None else known.who
 
     def pass_over(self, watcher: str) -> None:
-        """Let a watcher keep nothing for a while, because it leaves, or cannot go on."""
-        if watcher in self._watchers:
-            self._watchers[watcher].connected = -timing.stay
+        """Let a watcher keep nothing for a while, because it leaves, or cannot go on. Twice as long again."""
+        if (known := self._watchers.get(watcher)) is not None:
+            if known.connected > timing.silence:  # it has kept the cluster meanwhile
+                known.passed_over = 0.0
+            known.passed_over = 2 * known.passed_over or timing.stay
+            known.connected = -known.passed_over
 
     def answers(self, watcher: str) -> bool:
         """Return whether the watcher with this id is connected and has sent a message lately."""
