@@ -721,3 +721,20 @@ async def test_a_cluster_goes_on_if_nobody_can_list_whether_all_its_sessions_wer
         monkeypatch.setattr(WorkersAPI, "sessions", fails_once)
         it.platform.stop_workers(*all_ids(it.platform))
         await eventually(lambda: scheduler_number(cluster) == 1 and stands(it, cluster, 1))
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_record_that_cannot_be_read_in_time_after_the_claim_costs_no_number(it, monkeypatch):
+    refreshed, hanging = store.refreshed, [1.0] * 25
+
+    def hangs_once(record):
+        while hanging:
+            time.sleep(hanging.pop())
+        return refreshed(record)
+
+    async with supplied(name="lab", n_workers=1) as cluster:
+        monkeypatch.setattr(store, "refreshed", hangs_once)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: scheduler_number(cluster) > 0 and stands(it, cluster, 1))
+        assert scheduler_number(cluster) == 1
