@@ -426,16 +426,27 @@ async def ask(
     """
 
     async def answer() -> Any:
-        try:
-            comm = await connect(address, timeout=timeout, **connection_args)
-        except ValueError as error:  # of tornado, if the connection closes before TLS begins
-            raise OSError(f"{address} closes connections: {error}") from error
+        comm = await connect_to(address, connection_args, timeout)
         try:
             return await call(comm, op, **arguments)
         finally:
             comm.abort()
 
     return await within(timeout, answer())
+
+
+async def connect_to(address: str, connection_args: Mapping[str, Any], timeout: float) -> Comm:
+    """Connect to a scheduler.
+
+    Raises
+    ------
+    OSError
+        If it does not answer within `timeout` seconds.
+    """
+    try:
+        return await connect(address, timeout=timeout, **connection_args)
+    except ValueError as error:  # of tornado, if the connection closes before TLS begins
+        raise OSError(f"{address} closes connections: {error}") from error
 
 
 async def call(comm: Comm, op: str, **arguments: Any) -> Any:

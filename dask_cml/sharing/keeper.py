@@ -18,7 +18,7 @@ from datetime import datetime
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from distributed.comm.core import Comm, connect
+from distributed.comm.core import Comm
 from distributed.objects import SchedulerInfo
 from distributed.security import Security
 
@@ -41,6 +41,7 @@ from dask_cml.protocol import (
     after_mail,
     ask,
     call,
+    connect_to,
 )
 from dask_cml.records import store
 from dask_cml.records.store import Maker, Record, SchedulerState, end_file
@@ -178,7 +179,7 @@ class Link:
             # that it is dead, so the first limits are short.
             limit = min(timing.answer, max(timing.listing, time.monotonic() - self.heard))
             # Its end is the watcher's end.
-            self._watching = await connect(self._known_address(), timeout=limit, **self.connection_args)
+            self._watching = await connect_to(self._known_address(), self.connection_args, limit)
         who = {"watcher": self.id, "rank": int(self.rank), "who": self._who}
         return await call(self._watching, protocol.WATCH, **who, since=since, wait=wait)
 
