@@ -16,8 +16,8 @@ from dask_cml.timing import timing
 T = TypeVar("T")
 
 _PATIENCE = 1.0
-#: The calls that were left behind. At so many, as of a file system that hangs for hours, none is begun.
-_hanging, _MOST_HANGING = set[Future[Any]](), 64
+#: The calls that were left behind, and how many of one function at most: a file system may hang for hours.
+_hanging, _MOST_HANGING = dict[Future[Any], Callable[..., Any]](), 64
 
 
 async def cancel(*tasks: asyncio.Future | None) -> None:
@@ -103,16 +103,16 @@ async def in_time(function: Callable[..., T], *arguments: Any) -> T:
     NoAnswer
         If it takes longer. Its thread is left behind.
     """
-    if len(_hanging) >= _MOST_HANGING:
-        raise NoAnswer(f"the file system has not answered {len(_hanging)} earlier calls")
+    if [*_hanging.values()].count(function) >= _MOST_HANGING:
+        raise NoAnswer(f"the file system has not answered {_MOST_HANGING} earlier calls")
     future = start_call(functools.partial(function, *arguments))
     call = asyncio.wrap_future(future)
     call.add_done_callback(_drop_error)
     await asyncio.wait([call], timeout=timing.files)
     if call.done():
         return call.result()
-    _hanging.add(future)
-    future.add_done_callback(_hanging.discard)
+    _hanging[future] = function
+    future.add_done_callback(_hanging.pop)
     raise NoAnswer(f"the file system did not answer within {timing.files:g} s")
 
 

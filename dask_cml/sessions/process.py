@@ -18,7 +18,7 @@ from distributed.utils import import_term
 
 from dask_cml.cancellation import first_of, in_time
 from dask_cml.checks import is_session_id, web_link
-from dask_cml.errors import CallFailed, CMLError, NoAnswer, SchedulerTimeout, SessionFailed
+from dask_cml.errors import CallFailed, CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import scheduler_file
 from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options, SessionSize
@@ -377,14 +377,14 @@ class CMLProcess(ProcessInterface):
 
     async def last_lines(self) -> list[str]:
         """Return the last lines of the session's output."""
-        with contextlib.suppress(NoAnswer):
+        with contextlib.suppress(CMLError):
             return await in_time(last_lines, self.plan.log, _LOG_LINES)
         return []
 
     async def note_loss(self, loss: Loss) -> None:
         """Note why the session was lost, also in its log, if possible."""
         self.loss = loss.cause.value
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, CMLError):
             await in_time(append, self.plan.log, f"{LOST}{loss.words}]\n".encode())
 
     async def failure(self, what: str) -> str:
@@ -491,7 +491,7 @@ class CMLScheduler(CMLProcess):
             # Before the question: a process that was stopped for long asks once more.
             failure = self.late("answer", self.options.scheduler_timeout)
             written = None
-            with contextlib.suppress(NoAnswer):
+            with contextlib.suppress(CMLError):
                 written = await in_time(self._read_address)
             for address in written, self._guess():
                 if address and await self._answers(address):
