@@ -23,7 +23,7 @@ from dask_cml.cancellation import call_within, cancel, first_of, in_time, within
 from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
-from dask_cml.layout import log_folder
+from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
 from dask_cml.private_files import make_folder
@@ -626,7 +626,10 @@ class Sharing:
             self._cluster.api.end()
             return
         # Those of a follower, if nobody can read the record. The API knows those of the keeper.
-        known = {session.id: Launch(session.id, session.name, None, 0) for session in self.role.sessions}
+        known = {}
+        for session in self.role.sessions:
+            key = SCHEDULER if session.role == SCHEDULER else session.name
+            known[session.id] = Launch(session.id, key, None, 0)
         record = replace(self.record, launches=known)
         last = stop_and_remove(record, self._cluster.api, self._cluster.ending.reason)
         if last is not record:  # else another process has deleted it
