@@ -167,7 +167,7 @@ class Ending:
             self._cluster.status = Status.failed
             raise
         no_longer_end_at_exit(self._cluster)
-        if self._is_interrupted:
+        if self._is_interrupted and how is How.SHUT_DOWN:
             n = len(self._cluster.api.launched - self._cluster.api.live.keys())
             output.say(f"Interrupted: {n} {'session' if n == 1 else 'sessions'} stopped", to_stderr=True)
         await asyncio.to_thread(output.flush)
