@@ -63,6 +63,8 @@ _WORKERS_DIED = "the workers that ran it died"
 _MOST_LETTERS = _MOST_SENDERS = 1000
 #: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
 _STALE_FOR = 30.0
+#: The longest time in seconds for which a process that could not keep the cluster is passed over.
+_LONGEST_PASS = 300.0
 #: Seconds between two looks that count at most. During a longer pause of the process or its event loop,
 #: nobody could connect or be heard.
 _LONGEST_STEP = 2.0
@@ -795,7 +797,7 @@ class Watchers:
         if (known := self._watchers.get(watcher)) is not None:
             if known.connected > timing.silence:  # it has kept the cluster meanwhile
                 known.passed_over = 0.0
-            known.passed_over = 2 * known.passed_over or timing.stay
+            known.passed_over = min(2 * known.passed_over, _LONGEST_PASS) or timing.stay
             known.connected = -known.passed_over
 
     def answers(self, watcher: str) -> bool:
