@@ -10,7 +10,7 @@ from clusters import arrived, simulate
 from simulated.testing import eventually, simulated
 from testbed import faults
 
-from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout
+from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, protocol
 from dask_cml.sessions import here
 from dask_cml.sessions.process import CMLScheduler
 
@@ -87,14 +87,18 @@ async def test_a_start_in_a_mesh_fails_in_time_and_names_the_cure(it, sidecar):
     assert "Istio" not in str(caught.value)
 
 
+@pytest.mark.parametrize("hangs", [(CMLScheduler, "_read_address"), (protocol, "connection_args")])
 @simulated
-async def test_a_start_fails_in_time_although_the_file_of_its_scheduler_hangs(it, monkeypatch):
-    def hang(_):
+async def test_a_start_fails_in_time_although_the_file_of_its_scheduler_or_its_keys_hang(
+    it, hangs, monkeypatch
+):
+    def hang(*_):
         while not ended.is_set():
             time.sleep(1.0)
 
     ended = asyncio.Event()
-    monkeypatch.setattr(CMLScheduler, "_read_address", hang)
+    monkeypatch.setattr(CMLScheduler, "_guess", lambda _: "tls://127.0.0.1:9")
+    monkeypatch.setattr(*hangs, hang)
     it.platform.doom("silent", key="scheduler")
     with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running"):
         await asyncio.wait_for(simulate(scheduler_timeout=30), 90)
