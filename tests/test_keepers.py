@@ -804,3 +804,20 @@ async def test_a_process_whose_files_hang_tries_more_and_more_rarely_to_keep_the
     may_read.set()
     await using
     await shut_down()
+
+
+@pytest.mark.slow
+@simulated
+async def test_who_connects_waits_for_files_that_hang_while_it_is_to_keep_the_cluster(it, monkeypatch):
+    def hangs_once(record):
+        while hanging:
+            time.sleep(hanging.pop())
+        return read_again(record)
+
+    await leave_alone(it, n_workers=1)
+    await eventually(lambda: manager("night") is None)
+    read_again, hanging = store.read_again, [1.0] * 20
+    monkeypatch.setattr(store, "read_again", hangs_once)
+    async with rebuild("night") as cluster:
+        await eventually(lambda: is_keeper(cluster))
+        await cluster.shutdown()

@@ -1116,7 +1116,7 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
 
 
 async def replaced(record: Record, api: WorkersAPI) -> Record:
-    """Return the record of a cluster as soon as another scheduler listens in place of the one in it.
+    """Return the record of a cluster as soon as another scheduler is to take the place of the one in it.
 
     Raises
     ------
@@ -1126,7 +1126,7 @@ async def replaced(record: Record, api: WorkersAPI) -> Record:
         If it has ended.
     """
     name, latest = record.name, record
-    while latest.scheduler.number == record.scheduler.number or latest.scheduler.address is None:
+    while latest.scheduler.number == record.scheduler.number:
         finding = (await judge([latest], api=api))[name]
         if finding.state is State.DEAD:
             raise CMLError(

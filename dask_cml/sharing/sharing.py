@@ -22,7 +22,7 @@ from dask_cml import compat, output
 from dask_cml.cancellation import call_within, cancel, first_of, in_time, within
 from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
+from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
@@ -227,7 +227,7 @@ class Sharing:
         following: Record | None = record
         try:
             while following is not None:  # or another scheduler takes its place meanwhile
-                record = following
+                record = await store.wait_until_running(following)
                 self.enter(record)
                 join = self._join_within(patience, str(record.scheduler.address))
                 following = await first_of(join, store.replaced(record, cluster.api))
@@ -298,7 +298,10 @@ class Sharing:
 
     async def follow(self) -> None:
         """Follow what other processes do, from now on."""
-        await self._take_board(self.link.board)
+        try:
+            await self._take_board(self.link.board)
+        except NoAnswer as error:  # of files; it is tried again at the next look at the board
+            self._note_error(error, "reached")
         self._following = asyncio.create_task(self._follow())
 
     @property
