@@ -236,9 +236,9 @@ class Look:
                 self._processes.tell_giving_up(group)
         for name, loss in lost.items():
             self._cluster.sharing.keeper.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
-            # The log of a session that had no name is that of the session which had it first.
-            if name in workers and loss.cause not in _NO_FAILURES:
-                await workers[name].note_loss(loss)
+        # The log of a session that had no name is that of the session which had it first.
+        noted = [name for name, loss in lost.items() if name in workers and loss.cause not in _NO_FAILURES]
+        await asyncio.gather(*(workers[name].note_loss(lost[name]) for name in noted))
 
     def _count(self, group: str, losses: Mapping[str, Loss], workers: Collection[CMLWorker]) -> bool:
         """Count workers of a group that were lost together as one failure. Return whether it gives up now."""
