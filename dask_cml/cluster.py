@@ -1238,14 +1238,15 @@ class CMLCluster(SpecCluster):
         return self._read_logs(cluster, scheduler, workers)
 
     def _read_logs(self, cluster: bool, scheduler: bool, workers: bool | list[str]) -> Logs:
-        own = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
         names = {address: info["name"] for address, info in [*self.scheduler_info["workers"].items()]}
         if not isinstance(workers, bool):
             workers = [names.get(worker, worker) for worker in workers]
-        logs = self.sharing.logs()
         launched = [session.name for session in self.sessions if session.role == "worker"]
-        read = logs.read(scheduler, workers, launched)
-        return EscapedLogs({name: Log("\n".join(lines)) for name, lines in (own | read).items()})
+        read = self.sharing.logs().read(cluster, scheduler, workers, launched)
+        if cluster:  # the log is that of all managers; and this process may have been told more
+            told = "\n".join(read["Cluster"])
+            read["Cluster"] += [line for _, line in self._cluster_manager_logs if line not in told]
+        return EscapedLogs({name: Log("\n".join(lines)) for name, lines in read.items()})
 
     def usage(self) -> Any:
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.

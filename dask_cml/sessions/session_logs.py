@@ -123,9 +123,11 @@ class SessionLogs:
             chosen[session] = None
         return [*chosen]
 
-    def read(self, scheduler: bool, workers: bool | list[str], launched: list[str]) -> dict[str, list[str]]:
-        """Return the lines of the scheduler's log and of the workers' logs, by session."""
-        chosen = [SCHEDULER] if scheduler else []
+    def read(
+        self, cluster: bool, scheduler: bool, workers: bool | list[str], launched: list[str]
+    ) -> dict[str, list[str]]:
+        """Return the lines of the cluster's log, of the scheduler's and of the workers', by session."""
+        chosen = [name for name, is_chosen in ((CLUSTER, cluster), (SCHEDULER, scheduler)) if is_chosen]
         if workers is True:
             chosen += [session for session in self.paths() if session not in (CLUSTER, SCHEDULER)]
         elif workers is not False:

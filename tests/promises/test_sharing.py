@@ -291,9 +291,6 @@ async def test_the_log_named_cluster_contains_what_happened_to_it(it):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="get_logs() returns as the log of the cluster only what its own process has said"
-)
 @simulated
 async def test_another_process_reads_it_too(it):
     async with simulate(**LAB, n_workers=1) as first, rebuild("lab") as second:
