@@ -461,7 +461,7 @@ def launch_parameters(argument: str, value: Any, refused: Refused) -> dict[str, 
         try:  # launch what the record contains, so that each keeper launches the same
             checked[_plain(name)] = json.loads(json.dumps(content, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
-            raise ValueError(of_type(f"{argument}[{name!r}]", content, "a value of JSON")) from None
+            raise ValueError(of_type(f"{argument}[{name!r}]", content, "a JSON value")) from None
     return checked
 
 
