@@ -84,7 +84,7 @@ class Timing:
     retry: float = 1.0
     look: float = 3.0
     starting_look: float = 1.0
-    rest: float = 2.0
+    rest: float = 4.0
     pause: float = 5.0
     restart: float = 60.0
     idle: float = 10.0

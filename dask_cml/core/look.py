@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 #: A look at so many workers lets the next one come a second later.
-_LOOKED_AT = 600
+_LOOKED_AT = 300
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
 #: The causes of a session's end that are no failures.
