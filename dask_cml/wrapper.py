@@ -199,7 +199,7 @@ def run(
         If the program fails, or an argument names a variable that the session does not have.
     """
     cluster = _Cluster(folder, record, scheduler_file, next_board)
-    why = None if name is None else _start(cluster, name, entry)
+    why = None if name is None else _start(cluster, name, entry, gives_signs)
     if why is not None:
         print(f"{program} not started: {why}", flush=True)
         return
@@ -302,47 +302,44 @@ def _end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _start(cluster: _Cluster, name: str, entry: str | None) -> str | None:
+def _start(cluster: _Cluster, name: str, entry: str | None, is_scheduler: bool = False) -> str | None:
     """Take the session's name, and enter the session into the record. Return why it must not run."""
-    session = os.environ.get("CDSW_ENGINE_ID", "")
+    session, deadline = os.environ.get("CDSW_ENGINE_ID", ""), time.monotonic() + _GRACE
     why = _why_over(cluster)
     if why is not None:
         return why
     try:
-        _create(os.path.join(cluster.folder, "started", name), session)
+        _create(os.path.join(cluster.folder, "started", name), deadline, session)
     except FileNotFoundError:
         if cluster.record is not None:  # else the folder may hold no names
             return "its cluster was deleted"
     except FileExistsError:
         return "another session has its name"
     except OSError as error:
-        print(f"Name {name} not taken: {error!r}", flush=True)
+        if is_scheduler:  # a second scheduler would run on: only the second worker of a name is refused
+            return f"its name {name} cannot be taken: {error.strerror}"
     if entry and session:
         owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
         sessions = os.path.join(cluster.folder, "sessions")
         try:
             # Usually, the keeper has entered it.
             if not any(file.startswith(f"{session},") for file in os.listdir(sessions)):
-                _create(os.path.join(sessions, entry.format(id=session, owner=owner, launched=launched)))
+                file = entry.format(id=session, owner=owner, launched=launched)
+                _create(os.path.join(sessions, file), deadline)
         except FileNotFoundError:  # who deletes it does not know this session
             return "its cluster was deleted"
-        except OSError as error:
-            print(f"Session not entered into the record: {error!r}", flush=True)
+        except OSError:  # the session runs on, as on a full disk
+            pass
     return None
 
 
 def _enter_end(cluster: _Cluster) -> None:
-    """Enter into the record that the session's program has ended. The file system may fail for a while."""
-    session, deadline = os.environ.get("CDSW_ENGINE_ID", ""), time.monotonic() + _GRACE
+    """Enter into the record that the session's program has ended."""
+    session = os.environ.get("CDSW_ENGINE_ID", "")
     end = os.path.join(cluster.folder, "sessions", f"{session},ended,{int(time.time())},")
-    while session and time.monotonic() < deadline:
-        try:
-            return _create(end)
-        except (FileExistsError, FileNotFoundError):  # the keeper was faster, or the cluster was deleted
-            return
-        except OSError as error:
-            print(f"End not entered into the record: {error!r}", flush=True)
-            time.sleep(1.0)
+    if session:
+        with contextlib.suppress(OSError):  # the keeper was faster, or the cluster was deleted
+            _create(end, time.monotonic() + _GRACE)
 
 
 def _why_over(cluster: _Cluster) -> str | None:
@@ -390,12 +387,25 @@ def _safely(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-def _create(path: str, content: str = "") -> None:
-    descriptor = _safely(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        os.write(descriptor, content.encode())  # in one step: its time says when the session has started
-    finally:
-        os.close(descriptor)
+def _create(path: str, deadline: float, content: str = "") -> None:
+    """Create a file of the record. Until a deadline, the file system may fail."""
+    while True:
+        try:
+            descriptor = _safely(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            break
+        except (FileExistsError, FileNotFoundError):
+            raise
+        except OSError as error:
+            print(f"Not entered into the record: {error}", flush=True)
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(1.0)
+    # An empty file, as a full disk leaves it, takes the name, too: see dask_cml.records.store.read_started.
+    with contextlib.suppress(OSError):
+        try:
+            os.write(descriptor, content.encode())  # in one step: its time says when the session has started
+        finally:
+            os.close(descriptor)
 
 
 def _handle_sigterm(

@@ -181,6 +181,32 @@ def test_a_session_starts_although_the_file_system_shows_its_folder_late(tmp_pat
     assert (folder / "started" / "mine-0").exists()
 
 
+@pytest.mark.parametrize("seconds", [10.0, 60.0])
+def test_a_scheduler_waits_some_time_for_the_file_system_and_never_runs_without_its_name(
+    tmp_path, monkeypatch, seconds
+):
+    """Otherwise, two may run after a launch whose answer was lost. Of two workers, one is refused."""
+
+    def open_late(path, flags, *arguments):
+        if flags & os.O_CREAT and now[0] < seconds:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return opens(path, flags, *arguments)
+
+    def sleep(duration):
+        now[0] += duration
+
+    (tmp_path / "started").mkdir()
+    now, opens, cluster = [0.0], os.open, wrapper._Cluster(str(tmp_path))
+    monkeypatch.setattr(os, "open", open_late)
+    monkeypatch.setattr(wrapper, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    whys = [wrapper._start(cluster, "mine-scheduler", None, is_scheduler=True) for _ in range(2)]
+    if seconds > wrapper._GRACE:
+        assert whys[0] == f"its name mine-scheduler cannot be taken: {os.strerror(errno.ESTALE)}"
+        assert wrapper._start(cluster, "mine-0", None) is None
+    else:
+        assert whys == [None, "another session has its name"]
+
+
 def test_a_session_whose_cluster_is_deleted_while_it_takes_its_name_does_not_start(tmp_path, monkeypatch):
     folder = tmp_path / "mine"
     (folder / "started").mkdir(parents=True)

@@ -60,8 +60,6 @@ class Episode:
         self.ends: list[str] = []
         #: Who was paused, or had no network, for a while. Meanwhile the cluster may be an orphan.
         self.away: set[str] = set()
-        #: Whether no file could be opened for a while.
-        self.was_stale = False
         #: The schedulers that somebody has stopped although they ran and nobody wanted their end.
         self.stopped_schedulers: list[str] = []
         self._stopped = world.sessions.stopped
@@ -316,7 +314,6 @@ class Episode:
         )
 
     def _stale(self, seconds: float) -> None:
-        self.was_stale = True
         self.world.files.stale = True
         self.world.loop.call_later(seconds, setattr, self.world.files, "stale", False)
 
@@ -621,8 +618,6 @@ class Episode:
         fails = creator.lives or (creator.cluster is not None and creator.cluster.status == Status.failed)
         if isinstance(creator, Notebook) and not creator.started and fails:
             return False  # its start fails, which ends the cluster, also if it is killed meanwhile
-        if self.was_stale and len(self.sessions("scheduler")) > 1:
-            return False  # one of them could not take its name
         return last.session == session.id and last.address is not None and not last.closed
 
     def _check_losses(self) -> None:
@@ -721,15 +716,14 @@ class Episode:
             for session in sessions
         )
         twice = [name for (name, _), n in given.items() if n > 1]
-        if twice and not self.was_stale:
+        if twice:
             self.violate(f"these names were given more than once: {twice}")
         others = self.platform.all[self.others]
         if others.stop_requested or not others.live:
             self.violate("the work of others was stopped")
         if () in self.platform.arguments("stop_workers"):
             self.violate("an empty call stops every session of the user's")
-        # A session that cannot take its name runs even so, and the scheduler refuses the second one.
-        if self.world.sessions.doubles and not self.was_stale:
+        if self.world.sessions.doubles:
             self.violate(f"two sessions ran workers of one name: {self.world.sessions.doubles}")
         await self._leave_all()
         await self._check_sessions()
