@@ -94,7 +94,7 @@ async def test_the_keeper_does_what_commands_ask_for(it):
                 (("group", "add", "mine", "0"), "GROUP='0': expected at most 40 letters"),
                 (("scale", "mine", 1, "--group", "gpu"), "--group='gpu': expected one of 'default'"),
                 (("group", "delete", "mine", "default"), "GROUP='default': expected an added group (none); "),
-                (("adapt", "mine", 2, 1), "MAXIMUM=1: expected at least the minimum, 2 worker sessions"),
+                (("adapt", "mine", 2, 1), "MAXIMUM=1: expected at least 2 worker sessions, with MINIMUM=2"),
             ]:
                 assert f"Error: invalid {error}" in await shell(*arguments, code=2)
             assert await shell("adapt", "mine", 0) == "Cluster mine adapts between 0 and 2 workers\n"

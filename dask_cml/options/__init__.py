@@ -219,7 +219,7 @@ class Options(make_dataclass("Arguments", ARGUMENTS, frozen=True)):  # type: ign
         """
         if n is None and memory is None and cores is None:
             raise TypeError(message("n", n, "a number of worker sessions, or else memory or cores"))
-        return math.ceil(max(self._sessions((n, memory, cores))))
+        return math.ceil(max(self._sessions((n, memory, cores)))[0])
 
     def bounds(self, minimum: Amounts, maximum: Amounts) -> tuple[int, float]:
         """Return the minimum and maximum number of sessions for adaptive scaling.
@@ -236,18 +236,18 @@ class Options(make_dataclass("Arguments", ARGUMENTS, frozen=True)):  # type: ign
         TypeError, ValueError
             If an argument is invalid.
         """
-        least = math.ceil(max(self._sessions(minimum, "minimum"), default=0))
-        upper = min(self._sessions(maximum, "maximum"), default=math.inf)
-        most = upper if math.isinf(upper) else math.floor(upper)
+        lower, lowest = max(self._sessions(minimum, "minimum"), default=(0.0, ""))
+        upper, highest = min(self._sessions(maximum, "maximum"), default=(math.inf, ""))
+        least, most = math.ceil(lower), upper if math.isinf(upper) else math.floor(upper)
         if most < least:
-            raise ValueError(message("maximum", most, f"at least the minimum, {least} worker sessions"))
+            raise ValueError(f"invalid {highest}: expected at least {least} worker sessions, with {lowest}")
         return least, most
 
-    def _sessions(self, amounts: Amounts, limit: str = "") -> Iterator[float]:
-        """Yield the number of sessions, with a fraction, for each amount that is given."""
+    def _sessions(self, amounts: Amounts, limit: str = "") -> Iterator[tuple[float, str]]:
+        """Yield the number of sessions, with a fraction, for each argument that is given, and its text."""
         n, memory, cores = amounts
         if n is not None:
-            yield integer(limit or "n", n, 0, MOST_SESSIONS)
+            yield integer(limit or "n", n, 0, MOST_SESSIONS), f"{limit}={n!r}"
         for unit, total, check, of_session in (
             ("cores", cores, positive, self.nthreads),
             ("memory", memory, gibibytes, self.memory),
@@ -258,7 +258,7 @@ class Options(make_dataclass("Arguments", ARGUMENTS, frozen=True)):  # type: ign
                 if sessions > MOST_SESSIONS:
                     expected = f"an amount for at most {MOST_SESSIONS} worker sessions"
                     raise ValueError(message(argument, total, expected))
-                yield sessions
+                yield sessions, f"{argument}={total!r}"
 
 
 #: The names of all arguments in the order of their checks: one that another check needs comes before it.

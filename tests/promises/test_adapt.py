@@ -86,6 +86,8 @@ async def test_invalid_limits_are_refused_and_change_nothing(it):
             ({"minimum": 3, "maximum": 2}, ValueError, "maximum=2"),
             ({"maximum_memory": "lots"}, ValueError, "maximum_memory='lots'"),
             ({"minimum_cores": 4, "maximum": 1}, ValueError, "maximum=1"),
+            ({"minimum_cores": 8, "maximum_cores": 4}, ValueError, "maximum_cores=4"),
+            ({"minimum_memory": "8 GiB", "maximum_memory": 4}, ValueError, "maximum_memory=4"),
         ):
             with pytest.raises(error, match=f"invalid {words}: expected"):
                 cluster.adapt(**arguments)
