@@ -286,6 +286,7 @@ def test_an_invalid_option_is_refused_before_a_launch(platform):
         "--processes=99": "invalid --processes=99: expected at most 13, with --memory=2 GiB",
     }.items():
         assert f"Error: {words}" in run("create", option, code=2)
+    assert "invalid --name='': expected 1 to 100 printable" in run("create", "", code=2)
     assert "'--n-workers': 'lots'" in run("create", "--n-workers", "lots", code=2)
     assert "valid number of workers: expected a whole number" in run("scale", "lab", "lots", code=2)
     with dask.config.set({"cml.limits.sessions": 3}):

@@ -128,7 +128,7 @@ def create(new_name: str | None, **options: Any) -> None:
 
     if new_name is not None and options["name"] is not None:
         raise click.UsageError(f"expected one name: got {new_name!r}, and --name {options['name']}")
-    options["name"] = new_name or options["name"]
+    options["name"] = options["name"] if new_name is None else new_name
 
     values = given(options)
     # The name alone goes to standard output, for scripts.
