@@ -23,6 +23,7 @@ from dask_cml.cli.console import (
     show,
 )
 from dask_cml.cli.create import OptionsCommand, given
+from dask_cml.cli.show import record_of
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.words import adapts, command, pending
@@ -92,9 +93,8 @@ async def adapt(name: str, minimum: int, maximum: int | None, worker_group: str)
 def connected(name: str) -> AbstractAsyncContextManager[CMLCluster]:
     """Connect to a cluster to change it, until its files show the change."""
     from dask_cml.observers import changing
-    from dask_cml.records import store
 
-    return changing(store.read(name))
+    return changing(record_of(name))
 
 
 def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
@@ -187,9 +187,9 @@ async def delete_group(cluster_name: str, name: str) -> None:
 @as_json
 def list_groups(name: str, as_json: bool) -> None:
     """List the worker groups of a cluster."""
-    from dask_cml.records import operations, store
+    from dask_cml.records import operations
 
-    groups = operations.worker_groups(store.read(name))
+    groups = operations.worker_groups(record_of(name))
     if as_json:
         print_json(groups)
         return
@@ -216,7 +216,10 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
 
     if bool(names) == everything:
         raise click.UsageError(f"expected names of clusters, such as {command('delete', 'night')}, or --all")
-    records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
+    try:
+        records = store.records() if everything else [record_of(name) for name in dict.fromkeys(names)]
+    except (CMLError, ValueError) as error:
+        raise CMLError(f"{error}. Nothing was deleted" if len(names) > 1 else str(error)) from None
     noun = "cluster" if len(records) == 1 else "clusters"
     show(f"Deleting {len(records)} {noun}")
     results = await operations.end_all(records, reason=reason)

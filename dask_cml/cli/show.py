@@ -104,7 +104,7 @@ async def info(name: str | None, as_json: bool) -> None:
     """
     from dask_cml.records import history, operations
 
-    record = _the_only_record() if name is None else _record_of(name)
+    record = _the_only_record() if name is None else record_of(name)
     [row] = await operations.describe([record])
     usage = history.usage_of(record, history.end_of(record))
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
@@ -164,13 +164,15 @@ def _repeated(record: Record) -> str:
     return command("scale", record.name, record.scheduler.groups[DEFAULT_GROUP].target)
 
 
-def _record_of(name: str) -> Record:
+def record_of(name: str) -> Record:
     """Return the record of a cluster. The error for one that has ended names the command that shows it."""
+    from dask_cml.checks import cluster_name
     from dask_cml.records import store
 
     try:
         return store.read(name)
     except NoSuchCluster as error:
+        cluster_name("NAME", name, "connect")  # whether any cluster can have it
         if _ended(name):
             raise CMLError(f"{error}. It has ended: run {command('history', name)}") from None
         raise
@@ -290,7 +292,7 @@ def logs(name: str, workers: Sequence[str], follow: bool, tail: int | None, warn
     if record is None:
         clusters = _ended(name)
         if not clusters:
-            store.read(name)  # says which clusters exist
+            record_of(name)  # says which clusters exist
         session_logs, launched = clusters[0].logs(), []
         echo(f"Cluster {name} ended at {format_time(clusters[0].ended)}: {clusters[0].why}", err=True)
     else:

@@ -206,8 +206,9 @@ async def test_info_needs_no_name_in_a_project_with_one_cluster(it):
 async def test_info_of_a_cluster_that_has_ended_names_its_history(it):
     async with simulate(**LAB):
         pass
-    error = await shell_in_world("info", "lab", code=1)
-    assert error.endswith("It has ended: run `dask cml history lab`\n")
+    for words in ["info", "lab"], ["scale", "lab", 3], ["delete", "lab"], ["group", "list", "lab"]:
+        error = await shell_in_world(*words, code=1)
+        assert error.endswith("It has ended: run `dask cml history lab`\n")
 
 
 @simulated
@@ -240,6 +241,9 @@ async def test_an_unknown_name_is_an_error_with_the_names_that_exist(it):
     async with simulate(**LAB):
         for words in ["info", "other"], ["delete", "lab", "other"], ["scale", "other", 1], ["logs", "other"]:
             assert "existing clusters: 'lab'" in await shell_in_world(*words, code=1)
+        assert "'lab'. Nothing was deleted\n" in await shell_in_world("delete", "lab", "other", code=1)
+        for words in ["info", ""], ["delete", "lab", ""], ["scale", "", 1], ["logs", ""]:
+            assert "invalid NAME='': expected 1 to 100 " in await shell_in_world(*words, code=1)
         assert {*it.platform.running} == {"lab-scheduler"}
 
 
