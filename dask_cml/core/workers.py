@@ -366,20 +366,11 @@ class Workers:
             self.backoff(group).begin_after(n, last.gave_up.get(group))
         for group, granted in last.ceilings.items():
             self.backoff(group).begin_with_ceiling(granted, last.shortages.get(group))
+        for group in last.limited:
+            self.backoff(group).is_limited = True
         self._starts.clear()
         for group, seconds in last.start_times.items():
             self._starts[group].append(seconds)
-
-    @property
-    def failures(self) -> dict[str, int]:
-        """The failures in a row of the groups that have had some."""
-        return {group: backoff.failures for group, backoff in self.backoffs.items() if backoff.failures}
-
-    @property
-    def ceilings(self) -> dict[str, int]:
-        """How many sessions of groups the platform had launched when it refused one last."""
-        backoffs = self.backoffs.items()
-        return {group: backoff.refused_at for group, backoff in backoffs if backoff.refused_at is not None}
 
     @property
     def problem(self) -> str | None:

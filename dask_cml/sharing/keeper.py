@@ -546,16 +546,19 @@ class Keeper:
         """Return what this process knows and wants."""
         cluster, processes, view = self._cluster, self._cluster.processes, self.view
         app_url = None if cluster.scheduler is None else cluster.scheduler.info.get("app_url")
+        backoffs = processes.backoffs.items()
         return Report(
             sessions=[session.to_json() for session in processes.sessions],
             taken=self.taken,
             groups=cluster.groups.described,
             wanted=cluster.groups.wanted(),
-            failures=processes.failures,
-            ceilings=processes.ceilings,
+            failures={group: backoff.failures for group, backoff in backoffs if backoff.failures},
+            ceilings={
+                group: backoff.refused_at for group, backoff in backoffs if backoff.refused_at is not None
+            },
             start_times=processes.start_times,
             told=sorted(cluster.look.told),
-            limited=[group for group, backoff in processes.backoffs.items() if backoff.is_limited],
+            limited=[group for group, backoff in backoffs if backoff.is_limited],
             is_barred=self._is_barred(view),
             app_url=app_url or self._app_url,
             **vars(view),
@@ -699,8 +702,6 @@ class Keeper:
         """
         cluster, groups = self._cluster, self._cluster.groups
         cluster.processes.take_over(last)
-        for limited in last.limited:
-            cluster.processes.backoff(limited).is_limited = True
         cluster.look.told = {*last.told}
         self._app_url = last.app_url
         groups.given(last.wanted)
