@@ -16,8 +16,10 @@ from dask_cml.timing import timing
 T = TypeVar("T")
 
 _PATIENCE = 1.0
-#: The calls that were left behind, and how many of one function at most: a file system may hang for hours.
-_hanging, _MOST_HANGING = dict[Future[Any], Callable[..., Any]](), 64
+#: How many calls of one function are left behind at most: a file system may hang for hours.
+_MOST_HANGING = 64
+#: The functions of the calls that were left behind and have not returned, one for every call.
+_hanging: list[Callable[..., Any]] = []
 
 
 async def cancel(*tasks: asyncio.Future | None) -> None:
@@ -103,7 +105,7 @@ async def in_time(function: Callable[..., T], *arguments: Any) -> T:
     NoAnswer
         If it takes longer. Its thread is left behind.
     """
-    if [*_hanging.values()].count(function) >= _MOST_HANGING:
+    if _hanging.count(function) >= _MOST_HANGING:
         raise NoAnswer(f"the file system has not answered {_MOST_HANGING} earlier calls")
     future = start_call(functools.partial(function, *arguments))
     call = asyncio.wrap_future(future)
@@ -111,8 +113,8 @@ async def in_time(function: Callable[..., T], *arguments: Any) -> T:
     await asyncio.wait([call], timeout=timing.files)
     if call.done():
         return call.result()
-    _hanging[future] = function
-    future.add_done_callback(_hanging.pop)
+    _hanging.append(function)
+    future.add_done_callback(lambda _: _hanging.remove(function))
     raise NoAnswer(f"the file system did not answer within {timing.files:g} s")
 
 

@@ -388,8 +388,9 @@ def _parse(argument: str, words: Sequence[str], program: str) -> None:
         expected = f"options of `dask {program}`. {error.format_message()}"
         raise ValueError(f"invalid {argument}: expected {expected}") from None
     # What is not given is None, an empty tuple, or a mark of newer releases of click.
-    others = map(given.get, ("scheduler", "preload_argv"))
-    if any(word for word in others if isinstance(word, (str, tuple))) and not context.ignore_unknown_options:
+    others = [given.get(name) for name in ("scheduler", "preload_argv")]
+    has_others = any(isinstance(other, (str, tuple)) and other for other in others)
+    if has_others and not context.ignore_unknown_options:
         raise ValueError(f"invalid {argument}: expected options of `dask {program}`, and no other words")
 
 

@@ -337,7 +337,7 @@ class Workers:
         used = {process.session_id for process in self.launched}
         live, launching = [*self._cluster.api.live.items()], self.launching
         # A session that was just launched has no worker yet.
-        return {id: name for id, name in live if id not in used and name not in launching}
+        return {session: name for session, name in live if session not in used and name not in launching}
 
     def unwant(self, names: Iterable[str]) -> None:
         """Want fewer workers, without these names of sessions or Dask workers."""

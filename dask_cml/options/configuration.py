@@ -61,8 +61,10 @@ def setting(key: str, values: Mapping[str, Any] | None = None) -> Any:
         # dask.config.set({"cml": {"cpu": 2}}) leaves no other option.
         return option.checked(name, dask.config.get(name, option.default), values or {})
     except (TypeError, ValueError) as error:
-        # Other options make a default invalid.
-        raise type(error)(f"{error}, in {origin(name)}".removesuffix(", in the defaults")) from None
+        place = origin(name)
+        if place == "the defaults":  # which other options make invalid
+            raise error from None
+        raise type(error)(f"{error}, in {place}") from None
 
 
 def state_directory() -> Path:

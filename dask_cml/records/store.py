@@ -1016,10 +1016,10 @@ def _is_abandoned(record: Record, listing: Mapping[str, SessionInfo]) -> bool:
     A session that is launched may start later. If a scheduler has left a sign of life lately, another process
     may launch the next one.
     """
-    schedulers = [launch.id for launch in record.launches.values() if launch.key == SCHEDULER]
+    sessions = [launch.id for launch in record.launches.values() if launch.key == SCHEDULER]
     if record.launcher.lives() is not False:
         return False
-    have_ended = all(id in listing and has_ended(listing[id]) for id in schedulers)
+    have_ended = all(session in listing and has_ended(listing[session]) for session in sessions)
     return have_ended and not _spoke_lately(silence(record))
 
 

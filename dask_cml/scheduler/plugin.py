@@ -797,7 +797,7 @@ class Watchers:
         if (known := self._watchers.get(watcher)) is not None:
             if known.connected > timing.silence:  # it has kept the cluster meanwhile
                 known.passed_over = 0.0
-            known.passed_over = min(2 * known.passed_over, _LONGEST_PASS) or timing.stay
+            known.passed_over = max(timing.stay, min(2 * known.passed_over, _LONGEST_PASS))
             known.connected = -known.passed_over
 
     def answers(self, watcher: str) -> bool:

@@ -157,8 +157,7 @@ class Failover:
             If no other scheduler replaces it.
         """
         cluster = self._cluster
-        since, refused = time.monotonic(), None
-        number, not_launched, unreached = -1, False, False
+        number, refused, not_launched, unreached = -1, None, False, False
         while True:
             try:
                 record = await self._read(record, why)

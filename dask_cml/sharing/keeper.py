@@ -396,7 +396,7 @@ class Journal:
         for session in unused - self._unused:
             del new[session]
         self._unused = unused
-        launched = [launch_of(id, key, processes.get(id)) for id, key in new.items()]
+        launched = [launch_of(session, key, processes.get(session)) for session, key in new.items()]
         for session, process in processes.items():
             if process.loss is not None or process.info.get("finished_at"):
                 self._ends[session] = _end_of(process)

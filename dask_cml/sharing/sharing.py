@@ -602,7 +602,7 @@ class Sharing:
             return
         try:
             latest = call_within(timing.files, store.read_again, record)
-            new = [launch_of(id, live[id]) for id in live.keys() - latest.launches.keys()]
+            new = [launch_of(session, live[session]) for session in live.keys() - latest.launches.keys()]
             call_within(timing.files, store.write_sessions, record, new)
         except NoSuchCluster:
             api.end()
