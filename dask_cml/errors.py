@@ -119,12 +119,14 @@ class ClusterExists(CMLError):
         The name of the cluster.
     why : str, optional
         Why the cluster may still run, if it does not answer.
+    purpose : str
+        What the user can do, as the words before the command that deletes the cluster.
     """
 
-    def __init__(self, name: str, why: str = "") -> None:
+    def __init__(self, name: str, why: str = "", purpose: str = "to delete it") -> None:
         doubt = f" ({why})" if why else ""
         super().__init__(
-            f"a cluster named {name!r} exists already{doubt}: to delete it, run {command('delete', name)}\n"
+            f"a cluster named {name!r} exists already{doubt}: {purpose}, run {command('delete', name)}\n"
             "To connect to it, in Python pass create_mode='create-or-connect' or call "
             f"CMLCluster.from_name({name!r})"
         )

@@ -75,6 +75,18 @@ async def test_nobody_connects_to_a_cluster_whose_scheduler_has_ended_and_all_he
     assert store.records() == []
 
 
+@simulated
+async def test_who_creates_a_cluster_that_another_process_creates_right_now_is_not_told_to_delete_it(it):
+    one = simulate(**MADE)
+    starts = asyncio.ensure_future(one)
+    await eventually(lambda: it.clusters == ["made"])
+    words = r"another process creates it right now\): to see it, run `dask cml info made`; if this persists, "
+    with pytest.raises(ClusterExists, match=words):
+        await simulate(**MADE)
+    await starts
+    await one.close()
+
+
 @pytest.mark.parametrize("security", [pytest.param(True, marks=pytest.mark.slow), False])
 @simulated
 async def test_a_silent_cluster_that_is_not_listed_keeps_its_name_until_it_is_deleted(it, security):

@@ -18,6 +18,7 @@ from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_user
 from dask_cml.sessions.process import WAITS_AFTER
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+from dask_cml.words import command
 
 _GOODBYE_TIMEOUT = 3.0
 #: Seconds for the platform to list its sessions, where a cluster is deleted if one has ended.
@@ -55,6 +56,9 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
             raise
         finding = (await store.judge([old], timeout=_LONG_LISTING, api=api))[old.name]
         if finding.state is not State.DEAD:
+            if old.scheduler.address is None and old.launcher.lives() is not False:
+                purpose = f"to see it, run {command('info', old.name)}; if this persists"
+                raise ClusterExists(old.name, "another process creates it right now", purpose) from None
             raise ClusterExists(old.name, finding.why) from None
     if (error := (await end_all([old], findings={old.name: finding}))[old.name]) is not None:
         raise error
