@@ -97,7 +97,7 @@ async def to_the_end(call: Awaitable[T]) -> T:
         raise
 
 
-async def in_time(function: Callable[..., T], *arguments: Any) -> T:
+async def files_in_time(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function of files, which may hang, in a thread of its own, for ``timing.files`` at most.
 
     Raises
@@ -163,7 +163,7 @@ def start_call(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+def block_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
     """Call a function that may hang, and block until it returns, for some seconds at most.
 
     Raises

@@ -23,7 +23,7 @@ from distributed.comm.core import Comm, connect
 from distributed.core import send_recv
 from distributed.security import Security
 
-from dask_cml.cancellation import in_time, within
+from dask_cml.cancellation import files_in_time, within
 from dask_cml.checks import choice, message, validate
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
@@ -395,7 +395,7 @@ async def ask_with_keys(
     CMLError
         If the handler raises an exception.
     """
-    keys = await in_time(connection_args, security, address)
+    keys = await files_in_time(connection_args, security, address)
     return await ask(address, keys, op, timeout, **arguments)
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dask_cml.cancellation import cancel, in_time, to_the_end, wait_until_set
+from dask_cml.cancellation import cancel, files_in_time, to_the_end, wait_until_set
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -56,5 +56,5 @@ async def test_calls_that_hang_end_in_time_and_are_few(monkeypatch):
     may_end = threading.Event()
     for words in [*["file system did not answer within"] * 64, "64 earlier calls"]:
         with pytest.raises(TimeoutError, match=words):
-            await in_time(may_end.wait)
+            await files_in_time(may_end.wait)
     may_end.set()

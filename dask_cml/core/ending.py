@@ -149,8 +149,8 @@ class Ending:
                 if how is How.LEAVE and earlier is None:
                     await self._cluster.sharing.leave()
             finally:
-                await self._in_time(self._stop_working())
-            await self._in_time(self._cluster.sharing.close(how))  # with the limits of adaptive scaling
+                await self._wait_a_while(self._stop_working())
+            await self._wait_a_while(self._cluster.sharing.close(how))  # with the limits of adaptive scaling
             self._cluster.groups.stop_adapting()
             if how is How.SHUT_DOWN:
                 await self._say_goodbye()
@@ -180,7 +180,7 @@ class Ending:
         if self._cluster.sharing.is_keeper:
             await self._cluster.processes.close()
 
-    async def _in_time(self, awaitable: Awaitable[None]) -> None:
+    async def _wait_a_while(self, awaitable: Awaitable[None]) -> None:
         """Wait for launches and files. If one hangs, go on: the sessions must be stopped."""
         try:
             await within(timing.files, asyncio.shield(awaitable))

@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypedDict, cast
 
 from msgspec import Meta
 
-from dask_cml.cancellation import call_within
+from dask_cml.cancellation import block_within
 from dask_cml.checks import validate
 from dask_cml.errors import CallFailed, CMLError, NoAnswer, NoSuchCluster
 from dask_cml.layout import HISTORY_FOLDER, SCHEDULER, log_folder
@@ -347,15 +347,15 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> Record:
         except CallFailed:  # of some: the others are not to be listed any more
             ended = [end_file(session, int(time.time())) for session in stopped - api.live.keys()]
             with contextlib.suppress(OSError, CMLError):
-                call_within(timing.files, store.write_sessions, record, [], ended)
+                block_within(timing.files, store.write_sessions, record, [], ended)
             raise
 
     try:
-        latest = call_within(timing.files, store.refreshed, record)
+        latest = block_within(timing.files, store.refreshed, record)
         stop({**record.sessions, **latest.sessions})
         if why:  # else an argument was refused, and nothing was launched
-            call_within(timing.files, remember, record, why)
-        if last_sessions := call_within(timing.files, store.remove, record):
+            block_within(timing.files, remember, record, why)
+        if last_sessions := block_within(timing.files, store.remove, record):
             stop(last_sessions)
         return latest
     except (NoAnswer, OSError) as error:

@@ -41,7 +41,7 @@ import psutil
 from distributed.security import Security
 from msgspec import Meta
 
-from dask_cml.cancellation import call_within
+from dask_cml.cancellation import block_within
 from dask_cml.checks import is_session_id, seconds, validate
 from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster
 from dask_cml.layout import (
@@ -838,7 +838,7 @@ def remove(record: Record) -> dict[str, str] | None:
     # A session may write its log meanwhile. The files of many sessions take long, and nobody needs to wait.
     delete = functools.partial(shutil.rmtree, aside, ignore_errors=True)
     with contextlib.suppress(NoAnswer):
-        call_within(timing.files / 2, delete)
+        block_within(timing.files / 2, delete)
     sweep()
     return sessions
 

@@ -16,7 +16,7 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 from distributed.utils import import_term
 
-from dask_cml.cancellation import first_of, in_time
+from dask_cml.cancellation import files_in_time, first_of
 from dask_cml.checks import is_session_id, web_link
 from dask_cml.errors import CallFailed, CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import scheduler_file
@@ -367,7 +367,7 @@ class CMLProcess(ProcessInterface):
     async def read_started(self) -> str | None:
         """Return the session that has taken the name. Empty: none has. None: it cannot be read now."""
         try:
-            session = (await in_time(read_file, self.plan.started)).decode(errors="replace")
+            session = (await files_in_time(read_file, self.plan.started)).decode(errors="replace")
         except FileNotFoundError:
             return ""
         except (OSError, ValueError, CMLError) as error:
@@ -378,14 +378,14 @@ class CMLProcess(ProcessInterface):
     async def last_lines(self) -> list[str]:
         """Return the last lines of the session's output."""
         with contextlib.suppress(CMLError):
-            return await in_time(last_lines, self.plan.log, _LOG_LINES)
+            return await files_in_time(last_lines, self.plan.log, _LOG_LINES)
         return []
 
     async def note_loss(self, loss: Loss) -> None:
         """Note why the session was lost, also in its log, if possible."""
         self.loss = loss.cause.value
         with contextlib.suppress(OSError, ValueError, CMLError):
-            await in_time(append, self.plan.log, f"{LOST}{loss.words}]\n".encode())
+            await files_in_time(append, self.plan.log, f"{LOST}{loss.words}]\n".encode())
 
     async def failure(self, what: str) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.
@@ -492,7 +492,7 @@ class CMLScheduler(CMLProcess):
             failure = self.late("answer", self.options.scheduler_timeout)
             written = None
             with contextlib.suppress(CMLError):
-                written = await in_time(self._read_address)
+                written = await files_in_time(self._read_address)
             for address in written, self._guess():
                 if address and await self._answers(address):
                     return address

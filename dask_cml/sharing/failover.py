@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_cml import protocol
-from dask_cml.cancellation import in_time, to_the_end
+from dask_cml.cancellation import files_in_time, to_the_end
 from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoAnswer, NoSuchCluster, SessionFailed
 from dask_cml.options import setting
 from dask_cml.output import get_logger
@@ -94,7 +94,7 @@ class Failover:
                 scheduler.update(listing)
         is_listed = scheduler.is_listed and not scheduler.is_missing
         listed = {scheduler.session_id: scheduler.info} if is_listed or scheduler.has_ended else {}
-        why = await in_time(store.why_ended, record, listed)
+        why = await files_in_time(store.why_ended, record, listed)
         if why is None:
             return None
         if scheduler.info.get("status") != "failed":
@@ -137,9 +137,9 @@ class Failover:
             If the record cannot be read now.
         """
         try:
-            latest = await in_time(store.read_again, record)
+            latest = await files_in_time(store.read_again, record)
         except NoSuchCluster:
-            ended = await in_time(find_ended, record.id)
+            ended = await files_in_time(find_ended, record.id)
             deleted = f"another process shut it down, or deleted its folder {record.folder}"
             raise SchedulerLost(why or deleted if ended is None else ended.why) from None
         if latest.scheduler.closed is not None:
@@ -268,7 +268,7 @@ class Failover:
         cluster, sharing, last = self._cluster, self._cluster.sharing, record.scheduler
         workers = cluster.processes
         lost_at = sharing.unreached_since or time.monotonic()
-        cluster.groups.given(await in_time(store.given_names, record))
+        cluster.groups.given(await files_in_time(store.given_names, record))
         anew = not sharing.is_keeper
         keeper = Keeper(cluster, self._link, record, last.term, taken=0) if anew else sharing.keeper
         # Before the claim, whose file says what is wanted after the mail. If another process claims it, that
@@ -318,7 +318,7 @@ class Failover:
         await keeper.journal.write(launched)
         latest = record
         with contextlib.suppress(NoAnswer):  # as if nobody could read it
-            latest = await in_time(store.refreshed, record)
+            latest = await files_in_time(store.refreshed, record)
         await processes.close_others()
         await processes.cancel("retire")
         for session, name in latest.sessions.items():

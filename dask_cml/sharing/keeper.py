@@ -23,7 +23,7 @@ from distributed.objects import SchedulerInfo
 from distributed.security import Security
 
 from dask_cml import output, protocol
-from dask_cml.cancellation import in_time, to_the_end, within
+from dask_cml.cancellation import files_in_time, to_the_end, within
 from dask_cml.checks import is_session_id, validate
 from dask_cml.core.workers import connected_names
 from dask_cml.errors import CMLError, NoSuchCluster, SchedulerTimeout
@@ -136,7 +136,7 @@ class Link:
             If the scheduler belongs to another cluster, or has another protocol.
         """
         self.forget()
-        self.connection_args = await in_time(protocol.connection_args, security, address)
+        self.connection_args = await files_in_time(protocol.connection_args, security, address)
         hello = await ask(address, self.connection_args, protocol.HELLO, timing.answer)
         self._check(hello if isinstance(hello, Mapping) else {}, record, address)
         self.address = address
@@ -415,7 +415,7 @@ class Journal:
 
     async def _put(self, launched: Iterable[Launch], ends: Iterable[str] = ()) -> None:
         # A cancellation waits: ends must not be written before these launches.
-        await to_the_end(in_time(store.write_sessions, self._record, launched, ends))
+        await to_the_end(files_in_time(store.write_sessions, self._record, launched, ends))
         self.gone, self._failure = False, None
 
 
@@ -618,7 +618,7 @@ class Keeper:
             return
         self._next_strays = now + timing.strays
         try:
-            record = await in_time(store.read_again, self._record)
+            record = await files_in_time(store.read_again, self._record)
         except CMLError as error:
             logger.info("Sessions of cluster %s not compared with its record: %s", self._record.name, error)
             return

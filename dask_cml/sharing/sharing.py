@@ -19,7 +19,7 @@ from distributed.objects import SchedulerInfo
 from distributed.utils import NoOpAwaitable
 
 from dask_cml import compat, output
-from dask_cml.cancellation import call_within, cancel, first_of, in_time, within
+from dask_cml.cancellation import block_within, cancel, files_in_time, first_of, within
 from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster, SchedulerTimeout
@@ -451,8 +451,8 @@ class Sharing:
         assert self.record is not None
         cluster, report = self._cluster, Report.read(board.report)
         try:
-            record = await in_time(store.read_again, self.record)
-            given = await in_time(store.given_names, record)
+            record = await files_in_time(store.read_again, self.record)
+            given = await files_in_time(store.given_names, record)
             keeper = Keeper(cluster, self.link, record, board.term, report.taken)
             await self._subscribe()
             async with cluster._lock:
@@ -601,9 +601,9 @@ class Sharing:
         if not (live := api.live.copy()):
             return
         try:
-            latest = call_within(timing.files, store.read_again, record)
+            latest = block_within(timing.files, store.read_again, record)
             new = [launch_of(session, live[session]) for session in live.keys() - latest.launches.keys()]
-            call_within(timing.files, store.write_sessions, record, new)
+            block_within(timing.files, store.write_sessions, record, new)
         except NoSuchCluster:
             api.end()
         except (OSError, CMLError) as error:
