@@ -29,7 +29,7 @@ from simulated.testing import eventually, simulated
 
 import dask_cml
 from dask_cml import cli
-from dask_cml.cli import console
+from dask_cml.cli import change, console
 from dask_cml.layout import LOGS_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.records import store
@@ -113,6 +113,18 @@ async def test_the_keeper_does_what_commands_ask_for(it):
 
 
 @simulated
+async def test_ctrl_c_while_scale_waits_says_what_the_cluster_still_does(it, capsys):
+    async with simulate(name="mine") as cluster:
+        cluster.scale(2)
+        waiting = asyncio.create_task(change.wait_for_scale(cluster, 2, "default", 600.0))
+        await asyncio.sleep(0.0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert capsys.readouterr().err == "Cluster mine still scales to 2 workers\n"
+
+
+@simulated
 async def test_info_names_the_command_with_which_a_cluster_without_a_manager_adapts_again(it):
     creator = await create_elsewhere(it, name="lab", orphan_timeout="5 minutes")
     await shell("adapt", "lab", 1, 2)
@@ -139,6 +151,8 @@ def test_list_and_info_show_what_is_left_and_the_command_that_removes_it():
     assert f"\nend        {problem}" in info
     assert "bbbb  left-0  if it still runs\n" in info
     write_record(Record("far", maker=NOBODY, options={"platform": "cml"}))
+    assert "\nends " not in info
+    assert "\nends       not by itself\n" in run("info", "far")
     deleted = run("delete", "left", "far", "--reason", "not used", code=1)
     assert "Cluster left deleted\nError: cluster far not deleted: " in deleted
     assert deleted.endswith(". To try again: `dask cml delete far`\n")

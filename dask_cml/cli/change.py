@@ -146,7 +146,12 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
         if time.monotonic() > deadline:
             words += f": {problem}" if problem else ""
             raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")
-        await asyncio.sleep(_INTERVAL)
+        try:
+            await asyncio.sleep(_INTERVAL)
+        except asyncio.CancelledError:  # Ctrl-C
+            show()
+            echo(f"Cluster {name} still scales to {_n_workers(n, group)}", err=True)
+            raise
 
 
 @cml.group()

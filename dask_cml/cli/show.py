@@ -132,7 +132,7 @@ async def info(name: str | None, as_json: bool) -> None:
         values[heading.lower()] = words
     values |= _cells(row) | {
         "address": row["address"],
-        "ends": "; ".join(row["ends"]),
+        "ends": "; ".join(row["ends"]) or ("" if row["status"] == "stale" else "not by itself"),
         "scheduler": row["scheduler"],
         "manager": manager,
         "created": row["created"],
