@@ -199,12 +199,12 @@ def run(
         If the program fails, or an argument names a variable that the session does not have.
     """
     cluster = _Cluster(folder, record, scheduler_file, next_board)
-    why = None if name is None else _start(cluster, name, entry, gives_signs)
-    if why is not None:
-        print(f"{program} not started: {why}", flush=True)
-        return
     output = Log(log)
     try:
+        why = None if name is None else _start(cluster, name, entry, gives_signs)
+        if why is not None:
+            print(f"{program} not started: {why}", flush=True)
+            return
         env, temporary = _environment(expanded_variables)
         command = [*command, *(_expand(word, env) for word in words)]
         if timeout and scheduler_file in (_list(folder) or []):
@@ -315,9 +315,9 @@ def _start(cluster: _Cluster, name: str, entry: str | None, is_scheduler: bool =
             return "its cluster was deleted"
     except FileExistsError:
         return "another session has its name"
-    except OSError as error:
+    except OSError:
         if is_scheduler:  # a second scheduler would run on: only the second worker of a name is refused
-            return f"its name {name} cannot be taken: {error.strerror}"
+            raise
     if entry and session:
         owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
         sessions = os.path.join(cluster.folder, "sessions")

@@ -188,7 +188,7 @@ def test_a_scheduler_waits_some_time_for_the_file_system_and_never_runs_without_
     """Otherwise, two may run after a launch whose answer was lost. Of two workers, one is refused."""
 
     def open_late(path, flags, *arguments):
-        if flags & os.O_CREAT and now[0] < seconds:
+        if "started" in path and now[0] < seconds:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
         return opens(path, flags, *arguments)
 
@@ -196,14 +196,16 @@ def test_a_scheduler_waits_some_time_for_the_file_system_and_never_runs_without_
         now[0] += duration
 
     (tmp_path / "started").mkdir()
-    now, opens, cluster = [0.0], os.open, wrapper._Cluster(str(tmp_path))
+    now, opens, cluster, log = [0.0], os.open, wrapper._Cluster(str(tmp_path)), tmp_path / "log"
     monkeypatch.setattr(os, "open", open_late)
     monkeypatch.setattr(wrapper, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    whys = [wrapper._start(cluster, "mine-scheduler", None, is_scheduler=True) for _ in range(2)]
     if seconds > wrapper._GRACE:
-        assert whys[0] == f"its name mine-scheduler cannot be taken: {os.strerror(errno.ESTALE)}"
+        with pytest.raises(RuntimeError, match=f"it not started: .*{os.strerror(errno.ESTALE)}") as caught:
+            wrapper.run([], str(log), "it", str(tmp_path), "mine-scheduler", gives_signs=True)
+        assert str(caught.value) in log.read_text()
         assert wrapper._start(cluster, "mine-0", None) is None
     else:
+        whys = [wrapper._start(cluster, "mine-scheduler", None, is_scheduler=True) for _ in range(2)]
         assert whys == [None, "another session has its name"]
 
 
