@@ -30,6 +30,7 @@ from testbed import networks
 from dask_cml import CMLCluster
 from dask_cml.core import workers
 from dask_cml.protocol import HELD, LAST
+from dask_cml.sessions import process
 from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -187,6 +188,24 @@ async def test_a_worker_that_comes_back_before_its_loss_is_explained_stays(it):
 
 def session_of(cluster, key):
     return cluster.workers[key].session_id
+
+
+@simulated
+async def test_many_workers_that_are_lost_while_files_hang_are_replaced_soon(it, monkeypatch):
+    def hang(*_):
+        while time.monotonic() < answers:
+            time.sleep(1.0)
+        return b""
+
+    async with supplied(name="mine", n_workers=0) as cluster:
+        it.platform.doom("silent", times=10)
+        cluster.scale(10)
+        await eventually(lambda: len(cluster.workers) == 10)
+        answers = time.monotonic() + 90.0
+        monkeypatch.setattr(process, "read_file", hang)
+        for worker in [*cluster.workers.values()]:
+            it.platform.evict(worker.session_id)
+        await eventually(lambda: log_of(cluster).count("launching a replacement") == 10, seconds=60.0)
 
 
 @simulated

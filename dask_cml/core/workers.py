@@ -687,11 +687,11 @@ class Workers:
 
     async def take_started(self, workers: Iterable[CMLWorker], listing: Mapping[str, SessionInfo]) -> None:
         """Let workers whose sessions have exited be the sessions that took their names, if these run."""
-        for worker in workers:
-            if worker.has_ended and not worker.seen:
-                session = await worker.read_started() or ""
-                if session in listing and not has_ended(listing[session]):
-                    self.adopt(session, worker.name)
+        exited = [worker for worker in workers if worker.has_ended and not worker.seen]
+        found = await asyncio.gather(*(worker.read_started() for worker in exited))
+        for worker, session in zip(exited, found, strict=True):
+            if session and session in listing and not has_ended(listing[session]):
+                self.adopt(session, worker.name)
 
     def adopt(self, session: str, name: str, launch: Launch | None = None, waits: bool = False) -> None:
         """Let a worker be a session that was launched before, see :meth:`CMLProcess.adopt`.
