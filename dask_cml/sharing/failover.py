@@ -157,7 +157,10 @@ class Failover:
             If no other scheduler replaces it.
         """
         cluster = self._cluster
-        number, refused, not_launched, unreached = -1, None, False, False
+        # The number of the last scheduler in the record, and when the platform has refused a launch first.
+        number, refused = -1, None
+        # Whether the last attempt has launched none, and whether what it has launched may still answer.
+        not_launched, may_answer = False, False
         while True:
             try:
                 record = await self._read(record, why)
@@ -176,7 +179,7 @@ class Failover:
                 cluster.sharing.note_unreached(f"its next scheduler speaks {spoken}")
                 await asyncio.sleep(timing.retry)
                 continue
-            if (is_next or unreached) and last.address is not None:
+            if (is_next or may_answer) and last.address is not None:
                 await self._follow(record)
                 return
             if self._is_to_launch(last, time.monotonic() - since):
@@ -193,7 +196,7 @@ class Failover:
                     why = str(error) if isinstance(error, CMLError) else repr(error)
                     logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
                     # It may answer later, also if only the platform's answer to its launch was lost.
-                    unreached = cluster.place.number > number and not isinstance(error, SessionFailed)
+                    may_answer = cluster.place.number > number and not isinstance(error, SessionFailed)
                     if isinstance(error, LaunchRefused):
                         refused = refused or time.monotonic()
                         not_launched = time.monotonic() - refused < cluster.options.pending_timeout
