@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import threading
 import time
 from datetime import datetime, timezone
@@ -806,18 +807,23 @@ async def test_a_process_whose_files_hang_tries_more_and_more_rarely_to_keep_the
     await shut_down()
 
 
+@pytest.mark.parametrize("how", ["hang", "fail"])
 @pytest.mark.slow
 @simulated
-async def test_who_connects_waits_for_files_that_hang_while_it_is_to_keep_the_cluster(it, monkeypatch):
-    def hangs_once(record):
-        while hanging:
-            time.sleep(hanging.pop())
+async def test_who_connects_waits_for_files_that_hang_or_fail_while_it_is_to_keep_the_cluster(
+    it, how, monkeypatch
+):
+    def read_late(record):
+        while time.monotonic() < readable:
+            if how == "fail":
+                raise store.RecordUnreadable(record.folder, OSError(errno.EIO, "Input/output error"))
+            time.sleep(1.0)
         return read_again(record)
 
     await leave_alone(it, n_workers=1)
     await eventually(lambda: manager("night") is None)
-    read_again, hanging = store.read_again, [1.0] * 20
-    monkeypatch.setattr(store, "read_again", hangs_once)
+    read_again, readable = store.read_again, time.monotonic() + 20.0
+    monkeypatch.setattr(store, "read_again", read_late)
     async with rebuild("night") as cluster:
         await eventually(lambda: is_keeper(cluster))
         await cluster.shutdown()

@@ -22,7 +22,7 @@ from dask_cml import compat, output
 from dask_cml.cancellation import block_within, cancel, files_in_time, first_of, within
 from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
-from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster, SchedulerTimeout
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
@@ -295,7 +295,7 @@ class Sharing:
         """Follow what other processes do, from now on."""
         try:
             await self._take_board(self.link.board)
-        except NoAnswer as error:  # of files; it is tried again at the next look at the board
+        except NO_ANSWER as error:  # of files, too; it is tried again at the next look at the board
             self._note_error(error, "reached")
         self._following = asyncio.create_task(self._follow())
 
