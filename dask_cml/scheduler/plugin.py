@@ -141,8 +141,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._cluster, self._record = begin["cluster"], begin["record"]
         mail, posted = begin.get("mail", ()), begin.get("posted")
         self._board = Board(begin.get("report", {}), begin.get("keeper"), begin.get("term", 1), mail, posted)
+        #: Who the keeper is, for users, and its rank, also while its connection is broken.
         self._manager: str | None = begin.get("manager")
-        self._rank = Rank.OBSERVER  # of its keeper
+        self._rank = Rank.OBSERVER
         self._resident = Resident(self._cluster, self._file.folder)
         #: Whether the last keeper has left the cluster on purpose: the next one goes on with its requests.
         self._was_left = False
@@ -387,8 +388,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return self._answer(keeper)
 
     def _keep(self, keeper: str | None) -> None:
-        self._manager = self._watchers.who(keeper)
-        self._rank = self._watchers.rank(keeper)
+        self._rank, self._manager = self._watchers.rank_and_who(keeper)
         logger.info("Cluster %s", f"kept by {self._manager}" if keeper else "without a keeper")
         self._board.keep(keeper)
         self._publish()
@@ -782,15 +782,10 @@ class Watchers:
         if rank in USERS:
             self._alone = 0.0
 
-    def rank(self, watcher: str | None) -> Rank:
-        """Return a watcher's rank."""
+    def rank_and_who(self, watcher: str | None) -> tuple[Rank, str | None]:
+        """Return a watcher's rank, and who it is, for users."""
         known = self._watchers.get(watcher or "")
-        return Rank.OBSERVER if known is None else known.rank
-
-    def who(self, watcher: str | None) -> str | None:
-        """Return who a watcher is, for users."""
-        known = self._watchers.get(watcher or "")
-        return None if known is None else known.who
+        return (Rank.OBSERVER, None) if known is None else (known.rank, known.who)
 
     def pass_over(self, watcher: str) -> None:
         """Let a watcher keep nothing for a while, because it leaves, or cannot go on. Twice as long again."""
@@ -815,7 +810,7 @@ class Watchers:
         resident_can_launch : bool
             Whether the process in the scheduler's session can launch sessions.
         """
-        rank = self.rank(keeper)
+        rank, _ = self.rank_and_who(keeper)
         if keeper is not None and rank not in (Rank.RESIDENT, Rank.USER):
             return keeper
         may_keep = [Rank.OWNER, Rank.RESIDENT]
