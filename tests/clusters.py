@@ -503,6 +503,12 @@ def change_known_board(cluster: Any, **changes: Any) -> None:
     cluster.sharing.link.board = replace(board_of(cluster), **changes)
 
 
+async def launch_late(cluster: Any, name: str) -> str:
+    """Let a second launch of a worker be answered, and return its session."""
+    launched = await cluster.api.launch(cluster.workers[name].plan)
+    return str(launched["id"])
+
+
 async def stop_managing(cluster: Any) -> None:
     await cluster.sharing.keeper.publish(leaves=True)
     await cluster.sharing.yield_cluster()

@@ -23,6 +23,7 @@ from clusters import (
     has,
     is_keeper,
     launch,
+    launch_late,
     leave_alone,
     limits,
     lines_of,
@@ -618,6 +619,18 @@ async def test_a_launch_and_a_group_count_that_come_while_the_keeper_yields(it, 
             await stop_managing(cluster)
         assert "shared-0" in [launch.key for launch in known.values()]
         await eventually(lambda: is_keeper(cluster) and arrived(cluster) == 2)
+
+
+@pytest.mark.slow
+@simulated
+async def test_a_keeper_that_yields_enters_a_session_whose_launch_was_answered_late(it):
+    async with shared(n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        late = await launch_late(cluster, "shared-0")
+        await stop_managing(cluster)
+        assert store.read("shared").sessions[late] == "shared-0"
+        await eventually(lambda: is_keeper(cluster) and late not in store.read("shared").sessions)
+        assert arrived(cluster) == 1
 
 
 @pytest.mark.slow

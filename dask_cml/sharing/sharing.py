@@ -474,7 +474,8 @@ class Sharing:
         """Leave the cluster to the process that keeps it now, and stop nothing."""
         cluster = self._cluster
         logger.info("Cluster %s managed by another process", cluster.options.name)
-        await cluster._stop_looking()  # a launch that is answered meanwhile is entered into the record
+        await cluster._stop_looking()
+        await asyncio.to_thread(self.leave_sessions)  # also one whose launch was answered late
         cluster._note_changes_by_hand()
         self.role = Follower(cluster, self.link, self.keeper.report())
         await self._let_go()
