@@ -48,11 +48,18 @@ async def changing(record: Record) -> AsyncIterator[CMLCluster]:
     async with CommandedCluster.from_name(record.name, asynchronous=True, quiet=True) as cluster:
         yield cluster
         await cluster.sharing.written()
-        revision, deadline = cluster.sharing.link.board.revision, time.monotonic() + _SHOWN
-        while (await asyncio.to_thread(store.refreshed, record)).scheduler.revision < revision:
-            if time.monotonic() > deadline:  # its disk may be full
-                break
-            await asyncio.sleep(0.1)
+        await until_shown(cluster)
+
+
+async def until_shown(cluster: CMLCluster) -> None:
+    """Wait until a cluster's files show what its scheduler has answered, but not long on a full disk."""
+    assert cluster.sharing.record is not None
+    record, revision = cluster.sharing.record, cluster.sharing.link.board.revision
+    deadline = time.monotonic() + _SHOWN
+    while (await asyncio.to_thread(store.refreshed, record)).scheduler.revision < revision:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.1)
 
 
 def may_connect(record: Record, finding: Finding) -> bool:

@@ -62,6 +62,7 @@ def add_stale(name, **more):
 def test_create_names_a_command_and_the_link_of_a_dashboard_that_outlives_it(until):
     with dask.config.set({"cml.forward-dashboard": True}):  # for the creator
         output = run("create", "--name", "mine")
+        assert store.read("mine").scheduler.orphan_timeout is None
     assert "Cluster mine has no workers yet: run `dask cml scale mine N` or " in output
     [link] = re.findall("^Dashboard: (.*)$", output, re.MULTILINE)
     with ObservedCluster.from_name("mine", quiet=True) as cluster:

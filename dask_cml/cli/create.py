@@ -123,6 +123,7 @@ def create(new_name: str | None, **options: Any) -> None:
     import dask.config
 
     from dask_cml.cluster import CMLCluster
+    from dask_cml.observers import until_shown
     from dask_cml.options.unattended import settings, unattended
     from dask_cml.sessions.here import lifetime
 
@@ -136,6 +137,7 @@ def create(new_name: str | None, **options: Any) -> None:
         cluster = CMLCluster(**unattended(values), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.sharing.link.live_on)
+    cluster.sync(until_shown, cluster)
     cluster.shutdown_on_close = False
     echo(cluster.name)
     echo(f"Address: {cluster.scheduler_address}", err=True)
