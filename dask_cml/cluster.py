@@ -497,6 +497,8 @@ class CMLCluster(SpecCluster):
         ------
         TypeError, ValueError
             If no worker of the cluster can have such a name.
+        CMLError
+            If this object is closed, or not connected yet.
         """
         # SpecCluster.scale_down (spec.py:571) changes `worker_spec`, which another process may manage.
         names = checks.several("workers", workers)
@@ -552,6 +554,8 @@ class CMLCluster(SpecCluster):
         ------
         TypeError, ValueError
             If an argument is invalid, or the minimum exceeds a limit of the site.
+        CMLError
+            If this object is closed, or not connected yet.
 
         Examples
         --------
@@ -1055,8 +1059,9 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         CMLError
-            If CML did not stop some sessions. The message names them. With ``shutdown_on_close=False``, as in
-            :meth:`leave`.
+            If CML did not stop some sessions. The message names them.
+        TimeoutError
+            If it takes longer than `timeout`.
 
         Examples
         --------
@@ -1081,6 +1086,8 @@ class CMLCluster(SpecCluster):
         ------
         CMLError
             If CML did not stop some sessions. The message names them.
+        TimeoutError
+            If it takes longer than `timeout`.
 
         Examples
         --------
@@ -1312,7 +1319,7 @@ class CMLCluster(SpecCluster):
         ['mine']
         """
         clusters = [cluster for cluster in unclosed() if isinstance(cluster, cls)]
-        # A web UI only shows clusters.
+        # Commands, lists and the scheduler's session have a rank of their own.
         return [cluster for cluster in clusters if cluster._rank is None and cluster._starting is not None]
 
     def job_script(self) -> str:

@@ -1,8 +1,8 @@
 """The names of the files on the project file system, most of them in a cluster's folder.
 
 Each file has one writer: ``record.json`` the cluster's creator, once; ``board-<n>.json`` the process that
-launches scheduler number n, once; ``scheduler-<n>.json`` that scheduler. In the folders, the name of a file
-describes a session.
+launches scheduler number n, or gives that up; ``scheduler-<n>.json`` that scheduler. In the folders, the name
+of a file describes a session.
 
 Besides, the names of the environment variables of sessions, and the folder of a program's modules.
 """

@@ -509,6 +509,11 @@ async def launch_late(cluster: Any, name: str) -> str:
     return str(launched["id"])
 
 
+async def ends_of(cluster: Any) -> Any:
+    """Return when a process says that the cluster's sessions end."""
+    return await cluster.sharing.ends()
+
+
 async def stop_managing(cluster: Any) -> None:
     await cluster.sharing.keeper.publish(leaves=True)
     await cluster.sharing.yield_cluster()

@@ -116,7 +116,8 @@ async def test_the_sessions_of_a_deleted_group_stop_or_the_user_hears_why_not(it
 def test_a_group_that_is_added_while_another_thread_counts_sessions_is_no_error(monkeypatch):
     options = Options.read(name="mine")
     groups = Groups(SimpleNamespace(worker_spec={}), options)
-    monkeypatch.setattr(groups, "target", lambda group: groups.add("big", options) or 0)
+    add = groups._options.update
+    monkeypatch.setattr(groups, "target", lambda group: add(big=options) or 0)
     assert len(groups.others()) == 2
 
 
@@ -237,6 +238,7 @@ async def test_bad_groups_are_refused_and_nothing_is_lost(it, who):
         ({"gpu": 3}, TypeError, "worker_groups['gpu'] of type int: expected a mapping of options"),
         ({"gpu": {"cpus": 3}}, ValueError, "invalid worker_groups['gpu'].cpus: expected cpu"),
         ({"gpu": {"env": {"A": 3}}}, TypeError, "invalid worker_groups['gpu'].env['A']=3"),
+        ({"big": {"env": {"A": "x" * 600_000}}}, ValueError, "options of worker group 'big' with 600"),
     ],
 )
 def test_bad_groups_of_a_new_cluster_are_refused_before_any_launch(platform, groups, error, words):

@@ -19,6 +19,7 @@ from clusters import (
     create_elsewhere,
     cut_off,
     delay_requests,
+    ends_of,
     forget_session,
     has,
     is_keeper,
@@ -818,6 +819,15 @@ async def test_a_process_whose_files_hang_tries_more_and_more_rarely_to_keep_the
     may_read.set()
     await using
     await shut_down()
+
+
+@pytest.mark.slow
+@simulated
+async def test_files_that_hang_do_not_keep_a_process_from_telling_how_sessions_end(it, monkeypatch):
+    async with shared() as cluster:
+        with monkeypatch.context() as changed:
+            changed.setattr(store, "refreshed", lambda _: time.sleep(600.0))
+            assert await asyncio.wait_for(ends_of(cluster), 60.0) == []  # as far as it is known here
 
 
 @pytest.mark.parametrize("how", ["hang", "fail"])

@@ -335,7 +335,7 @@ class Ending:
 
 
 def end_at_exit(cluster: CMLCluster) -> None:
-    """Shut down a cluster when the interpreter exits, unless it is closed before.
+    """Close a cluster when the interpreter exits, unless it is closed before.
 
     Raises
     ------
@@ -393,7 +393,7 @@ def _wait_and_end() -> None:
 
 
 def _end_all() -> None:
-    """Shut down all clusters at once."""
+    """Close all clusters at once."""
     global _is_over
     _is_over = True
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *_SIGNALS)}
@@ -434,9 +434,9 @@ def _end(cluster: Any, held: asyncio.AbstractEventLoop | None) -> None:
 
 
 def _ask_for_patience(*_: Any) -> None:
-    names = ", ".join(cluster.options.name for cluster in unclosed())
+    names = [cluster.options.name for cluster in unclosed() if cluster.ending.usual_how is not How.LEAVE]
     if names:
-        logger.warning("Shutting down cluster %s first: please wait", names)
+        logger.warning("Shutting down cluster %s first: please wait", ", ".join(names))
 
 
 def _wait_for_makers() -> None:

@@ -135,14 +135,15 @@ class Groups:
     def want_first(self) -> None:
         """Want the first workers of all groups, unless that was done, or the cluster runs already."""
         options = self.options()
-        if isinstance(self._cluster.worker_spec, Specs):  # SpecCluster.__init__ (spec.py:264) sets a dict
+        if isinstance(self._cluster.worker_spec, Specs):  # SpecCluster.__init__ (spec.py:263) sets a dict
             return
         self._cluster.worker_spec = Specs(self._cluster.worker_spec)
         if options.create_mode == "connect":
             return
         self.resize(DEFAULT_GROUP, options.n_workers, ())
         for name, of_group in options.groups().items():
-            self.add(name, of_group)
+            self.check_size(name, of_group)
+            self._options[name] = of_group
             self.resize(name, of_group.n_workers, ())
 
     def take_changes_by_hand(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -177,10 +178,6 @@ class Groups:
             If the group does not exist.
         """
         return self._options[choice("worker_group", group, self.names)]
-
-    def add(self, group: str, options: Options) -> None:
-        """Add a group without workers."""
-        self._options[group] = options
 
     def check_size(self, group: str, options: Options) -> None:
         """Refuse a group with which the scheduler's file would be too large: it holds all groups."""

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -139,8 +139,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if not self._serves_dashboard:
             logger.warning("Dashboard not linked: another program uses its port %s", port)
         self._cluster, self._record = begin["cluster"], begin["record"]
-        mail, posted = begin.get("mail", ()), begin.get("posted")
-        self._board = Board(begin.get("report", {}), begin.get("keeper"), begin.get("term", 1), mail, posted)
+        report, keeper, term = begin.get("report", {}), begin.get("keeper"), begin.get("term", 1)
+        self._board = Board(report, keeper, term, begin.get("posted"))
         #: Who the keeper is, for users, and its rank, also while its connection is broken.
         self._manager: str | None = begin.get("manager")
         self._rank = Rank.OBSERVER
@@ -648,12 +648,11 @@ class Board:
         report: Mapping[str, Any],
         keeper: str | None = None,
         term: int = 1,
-        mail: Iterable[Mapping[str, Any]] = (),
         posted: Mapping[str, int] | None = None,
     ) -> None:
         self.keeper, self.term = keeper, term
         self.posted = dict(posted or {})
-        self.mail = [validate(letter, Letter, "request on the board") for letter in mail]
+        self.mail: list[Letter] = []
         self.take_report(report)
 
     @property

@@ -1,6 +1,6 @@
 """What a process does for a cluster: a keeper carries out mail and reports, a follower shows reports.
 
-Both use the link, the one client of a cluster's scheduler. It watches the board, writes on it, and asks
+Both use the link to a cluster's scheduler. It watches the board, writes on it, and asks
 questions. An answer has a time limit, which covers Dask's handshake, too.
 """
 
@@ -519,7 +519,7 @@ class Keeper:
                 self._cluster._carry_out(letter.request, is_own=letter.sender == self._link.id)
             except Exception as error:  # of a subclass, or because its group was deleted meanwhile
                 name = self._record.name
-                logger.warning("Request of another process for cluster %s refused: %r", name, error)
+                logger.warning("Request for cluster %s refused: %r", name, error)
             self.taken = letter.number
         return bool(new)
 

@@ -22,7 +22,7 @@ from dask_cml import compat, output
 from dask_cml.cancellation import block_within, cancel, files_in_time, first_of, within
 from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
+from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
@@ -155,8 +155,15 @@ class Sharing:
 
     async def ends(self) -> Sequence[str]:
         """Return when the sessions end in any case, as phrases."""
+        return (await self._latest()).ends
+
+    async def _latest(self) -> Record:
+        """Return the record as it is now, or else as it was if nobody can read it in time."""
         assert self.record is not None
-        return (await asyncio.to_thread(store.refreshed, self.record)).ends
+        try:
+            return await files_in_time(store.refreshed, self.record)
+        except NoAnswer:
+            return self.record
 
     # -- start
 
@@ -449,8 +456,9 @@ class Sharing:
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on, as the last report says."""
         assert self.record is not None
-        cluster, report = self._cluster, Report.read(board.report)
+        cluster = self._cluster
         try:
+            report = Report.read(board.report)
             record = await files_in_time(store.read_again, self.record)
             given = await files_in_time(store.given_names, record)
             keeper = Keeper(cluster, self.link, record, board.term, report.taken)
@@ -621,7 +629,7 @@ class Sharing:
         """Return why the scheduler has closed for good, by its last answer or its file. None: it has not."""
         if self.record is None or self.link.board.closed is not None:
             return self.link.board.closed
-        return (await asyncio.to_thread(store.refreshed, self.record)).scheduler.closed
+        return (await self._latest()).scheduler.closed
 
     def stop_and_remove(self) -> None:
         """Stop all sessions of the cluster, from all processes, and remove the record. Blocks."""
