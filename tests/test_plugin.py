@@ -86,6 +86,7 @@ async def test_the_next_scheduler_begins_with_the_report_and_the_posted_numbers(
         groups = {"default": {"target": 1}, "gpu": {"options": {"cpu": 2}}}
         await comm.cml_report(**report(report={"groups": groups, "taken": 1}))
         board = await comm.cml_post(**post(8, kind="scale", n=2, group="gpu"))
+        assert (await comm.cml_live_on(watcher="a"))["posted"] == 8
     last = file_of(folder)
     assert (len(last["mail"]), last["posted"]) == (1, {"a": 8})
     begin_with(folder, 1, term=2, **{name: last[name] for name in ("report", "posted")})

@@ -330,11 +330,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._publish()
         return self._answer(sender)
 
-    def live_on(self) -> dict[str, Any]:
+    def live_on(self, watcher: str) -> dict[str, Any]:
         """Let the cluster run on without a user, and return the board."""
         self._watchers.timeout = None
         self._publish()
-        return self._answer()
+        return self._answer(watcher)
 
     def report(
         self,

@@ -252,7 +252,7 @@ class Link:
         CMLError
             If the scheduler does not answer.
         """
-        await self._write(protocol.LIVE_ON)
+        await self._write(protocol.LIVE_ON, watcher=self.id)
 
     async def report(self, **values: Any) -> BoardState:
         """Tell what the keeper says, see :meth:`dask_cml.scheduler.plugin.CMLSchedulerPlugin.report`.
