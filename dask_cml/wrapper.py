@@ -199,12 +199,12 @@ def run(
         If the program fails, or an argument names a variable that the session does not have.
     """
     cluster = _Cluster(folder, record, scheduler_file, next_board)
+    why = None if name is None else _start(cluster, name, entry)
+    if why is not None:
+        print(f"{program} not started: {why}", flush=True)
+        return
     output = Log(log)
     try:
-        why = None if name is None else _start(cluster, name, entry, gives_signs)
-        if why is not None:
-            print(f"{program} not started: {why}", flush=True)
-            return
         env, temporary = _environment(expanded_variables)
         command = [*command, *(_expand(word, env) for word in words)]
         if timeout and scheduler_file in (_list(folder) or []):
@@ -302,22 +302,21 @@ def _end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _start(cluster: _Cluster, name: str, entry: str | None, is_scheduler: bool = False) -> str | None:
+def _start(cluster: _Cluster, name: str, entry: str | None) -> str | None:
     """Take the session's name, and enter the session into the record. Return why it must not run."""
     session, deadline = os.environ.get("CDSW_ENGINE_ID", ""), time.monotonic() + _GRACE
     why = _why_over(cluster)
     if why is not None:
         return why
     try:
-        _create(os.path.join(cluster.folder, "started", name), deadline, session)
+        _create_in_time(os.path.join(cluster.folder, "started", name), deadline, session)
     except FileNotFoundError:
         if cluster.record is not None:  # else the folder may hold no names
             return "its cluster was deleted"
     except FileExistsError:
         return "another session has its name"
-    except OSError:
-        if is_scheduler:  # a second scheduler would run on: only the second worker of a name is refused
-            raise
+    except OSError:  # as on a full disk
+        pass
     if entry and session:
         owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
         sessions = os.path.join(cluster.folder, "sessions")
@@ -325,10 +324,10 @@ def _start(cluster: _Cluster, name: str, entry: str | None, is_scheduler: bool =
             # Usually, the keeper has entered it.
             if not any(file.startswith(f"{session},") for file in os.listdir(sessions)):
                 file = entry.format(id=session, owner=owner, launched=launched)
-                _create(os.path.join(sessions, file), deadline)
+                _create_in_time(os.path.join(sessions, file), deadline)
         except FileNotFoundError:  # who deletes it does not know this session
             return "its cluster was deleted"
-        except OSError:  # the session runs on, as on a full disk
+        except OSError:
             pass
     return None
 
@@ -339,7 +338,7 @@ def _enter_end(cluster: _Cluster) -> None:
     end = os.path.join(cluster.folder, "sessions", f"{session},ended,{int(time.time())},")
     if session:
         with contextlib.suppress(OSError):  # the keeper was faster, or the cluster was deleted
-            _create(end, time.monotonic() + _GRACE)
+            _create_in_time(end, time.monotonic() + _GRACE)
 
 
 def _why_over(cluster: _Cluster) -> str | None:
@@ -387,12 +386,11 @@ def _safely(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-def _create(path: str, deadline: float, content: str = "") -> None:
+def _create_in_time(path: str, deadline: float, content: str = "") -> None:
     """Create a file of the record. Until a deadline, the file system may fail."""
     while True:
         try:
-            descriptor = _safely(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            break
+            return _create(path, content)
         except (FileExistsError, FileNotFoundError):
             raise
         except OSError as error:
@@ -400,6 +398,10 @@ def _create(path: str, deadline: float, content: str = "") -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(1.0)
+
+
+def _create(path: str, content: str = "") -> None:
+    descriptor = _safely(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     # An empty file, as a full disk leaves it, takes the name, too: see dask_cml.records.store.read_started.
     with contextlib.suppress(OSError):
         try:

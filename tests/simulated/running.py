@@ -186,8 +186,7 @@ class RunningSessions:
         if "name" in arguments:
             names = ("folder", "record", "scheduler_file", "next_board")
             cluster = wrapper._Cluster(*(arguments.get(name) for name in names))
-            start = (arguments["name"], arguments.get("entry"), arguments.get("gives_signs", False))
-            if await asyncio.to_thread(wrapper._start, cluster, *start):
+            if await asyncio.to_thread(wrapper._start, cluster, arguments["name"], arguments.get("entry")):
                 return
         command = arguments["command"]
         options = {command[i][2:]: command[i + 1] for i in range(len(command) - 1) if command[i][:2] == "--"}
