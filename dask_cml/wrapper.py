@@ -315,20 +315,17 @@ def _start(cluster: _Cluster, name: str, entry: str | None) -> str | None:
             return "its cluster was deleted"
     except FileExistsError:
         return "another session has its name"
-    except OSError:  # as on a full disk
-        pass
-    if entry and session:
+    sessions = os.path.join(cluster.folder, "sessions")
+    # Usually, the keeper has entered it.
+    is_entered = any(file.startswith(f"{session},") for file in _list(sessions) or ())
+    if entry and session and not is_entered:
         owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
-        sessions = os.path.join(cluster.folder, "sessions")
+        file = entry.format(id=session, owner=owner, launched=launched)
         try:
-            # Usually, the keeper has entered it.
-            if not any(file.startswith(f"{session},") for file in os.listdir(sessions)):
-                file = entry.format(id=session, owner=owner, launched=launched)
+            with contextlib.suppress(FileExistsError):  # it has entered it just now
                 _create_in_time(os.path.join(sessions, file), deadline)
         except FileNotFoundError:  # who deletes it does not know this session
             return "its cluster was deleted"
-        except OSError:
-            pass
     return None
 
 
@@ -387,7 +384,7 @@ def _safely(path: str, flags: int) -> int:
 
 
 def _create_in_time(path: str, deadline: float, content: str = "") -> None:
-    """Create a file of the record. Until a deadline, the file system may fail."""
+    """Create a file of the record. If the file system fails until a deadline, go on without, and say so."""
     while True:
         try:
             return _create(path, content)
@@ -396,7 +393,7 @@ def _create_in_time(path: str, deadline: float, content: str = "") -> None:
         except OSError as error:
             print(f"Not entered into the record: {error}", flush=True)
             if time.monotonic() > deadline:
-                raise
+                return
         time.sleep(1.0)
 
 
