@@ -26,6 +26,7 @@ from dask_cml import CMLAdaptive, CMLCluster
 from dask_cml.options import (
     Options,
     SessionSize,
+    adaptive_bounds,
     check_room,
     limits,
     room,
@@ -379,9 +380,9 @@ def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
     assert options.sessions_for(1, cores=5) == 3
     assert options.sessions_for(0, memory="48 GiB") == 3
     assert options.sessions_for(0, memory=48.1, cores=2) == 4
-    assert options.bounds(NONE, NONE) == (0, math.inf)
-    assert options.bounds((1, None, 3), (9, None, 15)) == (2, 7)
-    assert options.bounds((None, "32 GiB", None), (None, "48 GiB", None)) == (2, 3)
+    assert adaptive_bounds(options, NONE, NONE, ()) == (0, math.inf)
+    assert adaptive_bounds(options, (1, None, 3), (9, None, 15), ()) == (2, 7)
+    assert adaptive_bounds(options, (None, "32 GiB", None), (None, "48 GiB", None), ()) == (2, 3)
 
 
 def test_more_sessions_than_a_cluster_can_have_are_refused():
@@ -390,8 +391,8 @@ def test_more_sessions_than_a_cluster_can_have_are_refused():
     for suffix, many in too_many.items():
         for named, call, arguments in (
             (suffix[1:] or "n", options.sessions_for, many),
-            (f"minimum{suffix}", options.bounds, (many, NONE)),
-            (f"maximum{suffix}", options.bounds, (NONE, many)),
+            (f"minimum{suffix}", adaptive_bounds, (options, many, NONE, ())),
+            (f"maximum{suffix}", adaptive_bounds, (options, NONE, many, ())),
         ):
             with pytest.raises(ValueError, match=rf"^invalid {named}=.*expected .*\b100000\b"):
                 call(*arguments)

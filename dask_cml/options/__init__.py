@@ -219,31 +219,9 @@ class Options(make_dataclass("Arguments", ARGUMENTS, frozen=True)):  # type: ign
         """
         if n is None and memory is None and cores is None:
             raise TypeError(message("n", n, "a number of worker sessions, or else memory or cores"))
-        return math.ceil(max(self._sessions((n, memory, cores)))[0])
+        return math.ceil(max(self.sessions((n, memory, cores)))[0])
 
-    def bounds(self, minimum: Amounts, maximum: Amounts) -> tuple[int, float]:
-        """Return the minimum and maximum number of sessions for adaptive scaling.
-
-        Parameters
-        ----------
-        minimum : tuple
-            At least as many sessions, as much memory and as many threads. Each may be None.
-        maximum : tuple
-            At most as many.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument is invalid.
-        """
-        lower, lowest = max(self._sessions(minimum, "minimum"), default=(0.0, ""))
-        upper, highest = min(self._sessions(maximum, "maximum"), default=(math.inf, ""))
-        least, most = math.ceil(lower), upper if math.isinf(upper) else math.floor(upper)
-        if most < least:
-            raise ValueError(f"invalid {highest}: expected at least {least} worker sessions, with {lowest}")
-        return least, most
-
-    def _sessions(self, amounts: Amounts, limit: str = "") -> Iterator[tuple[float, str]]:
+    def sessions(self, amounts: Amounts, limit: str = "") -> Iterator[tuple[float, str]]:
         """Yield the number of sessions, with a fraction, for each argument that is given, and its text."""
         n, memory, cores = amounts
         if n is not None:
@@ -437,8 +415,10 @@ def adaptive_bounds(
     ----------
     options : Options
         The options of the group.
-    minimum, maximum : tuple
-        As in :meth:`Options.bounds`.
+    minimum : tuple
+        At least as many sessions, as much memory and as many threads. Each may be None.
+    maximum : tuple
+        At most as many.
     others : sequence
         All other sessions of the cluster, the scheduler first.
 
@@ -447,7 +427,11 @@ def adaptive_bounds(
     TypeError, ValueError
         If a bound is invalid, or the minimum exceeds a limit.
     """
-    least, most = options.bounds(minimum, maximum)
+    lower, lowest = max(options.sessions(minimum, "minimum"), default=(0.0, ""))
+    upper, highest = min(options.sessions(maximum, "maximum"), default=(math.inf, ""))
+    least, most = math.ceil(lower), upper if math.isinf(upper) else math.floor(upper)
+    if most < least:
+        raise ValueError(f"invalid {highest}: expected at least {least} worker sessions, with {lowest}")
     check_room("minimum", least, options.worker, others)
     if math.isinf(most):
         # At least one, so that adaptive scaling logs the limit if no session fits.
