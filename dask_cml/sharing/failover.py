@@ -319,12 +319,17 @@ class Failover:
         processes, api = self._cluster.processes, self._cluster.api
         launched = processes.launched
         await keeper.journal.write(launched)
-        latest = record
-        with contextlib.suppress(NoAnswer):  # as if nobody could read it
-            latest = await files_in_time(store.refreshed, record)
+        latest = await refreshed_in_time(record)
         await processes.close_others()
         await processes.cancel("retire")
         for session, name in latest.sessions.items():
             api.adopt(session, name)
         await processes.stop({*api.live})
         await keeper.journal.write(launched)
+
+
+async def refreshed_in_time(record: Record) -> Record:
+    """Return a record as it is now, or else as it was if nobody can read it in time."""
+    with contextlib.suppress(NoAnswer):
+        return await files_in_time(store.refreshed, record)
+    return record

@@ -22,7 +22,7 @@ from dask_cml import compat, output
 from dask_cml.cancellation import block_within, cancel, files_in_time, first_of, within
 from dask_cml.core.ending import How, unclosed
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
-from dask_cml.errors import ClusterExists, CMLError, NoAnswer, NoSuchCluster, SchedulerTimeout
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
@@ -38,7 +38,7 @@ from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sharing.failover import Failover, SchedulerLost
+from dask_cml.sharing.failover import Failover, SchedulerLost, refreshed_in_time
 from dask_cml.sharing.keeper import Follower, Keeper, Link, launch_of
 from dask_cml.timing import timing
 from dask_cml.words import command, first_line, format_duration
@@ -155,15 +155,8 @@ class Sharing:
 
     async def ends(self) -> Sequence[str]:
         """Return when the sessions end in any case, as phrases."""
-        return (await self._latest()).ends
-
-    async def _latest(self) -> Record:
-        """Return the record as it is now, or else as it was if nobody can read it in time."""
         assert self.record is not None
-        try:
-            return await files_in_time(store.refreshed, self.record)
-        except NoAnswer:
-            return self.record
+        return (await refreshed_in_time(self.record)).ends
 
     # -- start
 
@@ -629,7 +622,7 @@ class Sharing:
         """Return why the scheduler has closed for good, by its last answer or its file. None: it has not."""
         if self.record is None or self.link.board.closed is not None:
             return self.link.board.closed
-        return (await self._latest()).scheduler.closed
+        return (await refreshed_in_time(self.record)).scheduler.closed
 
     def stop_and_remove(self) -> None:
         """Stop all sessions of the cluster, from all processes, and remove the record. Blocks."""
