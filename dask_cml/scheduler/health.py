@@ -13,14 +13,13 @@ from distributed.scheduler import Scheduler, WorkerState
 from dask_cml import protocol
 from dask_cml.cancellation import within
 from dask_cml.protocol import EXITED, NO_ANSWER
-from dask_cml.sessions.causes import Cause, find_cause
+from dask_cml.sessions.causes import GB, GIB, Cause, find_cause
 from dask_cml.timing import timing
 
 #: The topic under which a nanny says that it ends a worker over its memory (worker_memory.py:422).
 _MEMORY_TOPIC = "worker-restart-memory"
 #: Maximum number of Dask workers that have left, of which the last state is kept, and of restarts.
 _MOST_LAST, _MOST_RESTARTS = 1000, 20
-_GIB, _GB = 2**30, 10**9
 #: The share of its disk above which a worker is full: what it spills next may be larger than the rest.
 _FULL = 0.75
 _ENDED = "its process ended; it crashed, or the memory of its session was full"
@@ -235,9 +234,9 @@ def _paused_words(paused: list[WorkerState]) -> str | None:
     more = f", like {len(others)} more" if others else ""
     if full:
         spilled, most = _disk(first)
-        state = f"has spilled {spilled / _GB:.1f} of {most / _GB:.1f} GB and is paused{more}"
+        state = f"has spilled {spilled / GB:.1f} of {most / GB:.1f} GB and is paused{more}"
         return f"worker {first.name} {state}: scale up, or give workers more memory"
-    used = f"{first.memory.process / _GIB:.2f} of {first.memory_limit / _GIB:.2f} GiB memory are used"
+    used = f"{first.memory.process / GIB:.2f} of {first.memory_limit / GIB:.2f} GiB memory are used"
     return f"worker {first.name} is paused and starts no tasks{more}: {used}; {_ADVICE}"
 
 

@@ -21,7 +21,6 @@ from dask_cml.serve.api import ApiHandler
 from dask_cml.words import format_duration, format_time
 
 _FOLDER = Path(__file__).parent
-_GIB = 2**30
 #: A browser can draw this many sessions every two seconds.
 _MOST_SESSIONS = 200
 _UNKNOWN = "\N{EN DASH}"
@@ -232,7 +231,7 @@ def _templates() -> jinja2.Environment:
     environment.filters.update(
         amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
         # In GiB, with three digits
-        bytes=lambda value: _UNKNOWN if value is None else f"{float(f'{value / _GIB:.3g}'):,g} GiB",
+        bytes=lambda value: _UNKNOWN if value is None else f"{float(f'{value / 2**30:.3g}'):,g} GiB",
         hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
         known=lambda value: _UNKNOWN if value is None else value,
         marked=_marked,

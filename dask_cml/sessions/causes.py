@@ -36,7 +36,8 @@ _MORE_SHARED_MEMORY = (
 #: Why Dask ends a worker by itself, in its log (worker.py, `handle_scheduler` and `heartbeat`).
 _DISCONNECTED, _UNKNOWN = "handle-scheduler-connection-broken", "Scheduler was unaware of this worker"
 _LAST_LINES = 4
-_GIB, _GB = 2**30, 10**9
+#: Bytes.
+GIB, GB = 2**30, 10**9
 
 
 class Cause(str, Enum):
@@ -132,7 +133,7 @@ def find_cause(
         status = next((int(match[1]) for line in reversed(log) if (match := _EXIT.match(line))), None)
     spilled, most = (last or {}).get("spilled") or 0, (last or {}).get("max_spill")
     if (used := _amounts(_SCRATCH, log)) or _NO_STORAGE.search(said):
-        amount = f"{_of(used, _GB)} GB" if used else f"the platform says {said}"
+        amount = f"{_of(used, GB)} GB" if used else f"the platform says {said}"
         return Loss(Cause.SCRATCH_FULL, f"scratch full, {amount}{ran}", bool(tasks))
     if noticed:
         return Loss(Cause.EVICTED, "evicted, with notice")
@@ -142,7 +143,7 @@ def find_cause(
     if memory := _memory_of(last, log, said):
         return Loss(Cause.OUT_OF_MEMORY, f"out of memory, {memory}{ran}", bool(tasks))
     if most and spilled > _NEARLY * most:
-        words = f"scratch full, {_of((spilled, most), _GB)} GB spilled{ran}"
+        words = f"scratch full, {_of((spilled, most), GB)} GB spilled{ran}"
         return Loss(Cause.SCRATCH_FULL, words, bool(tasks))
     if not connected and any(_NO_SCHEDULER in line for line in log):
         return Loss(Cause.NEVER_CONNECTED, "it got no answer from the scheduler in time")
@@ -171,11 +172,11 @@ def _memory_of(last: Mapping[str, Any] | None, log: list[str], said: str) -> str
     """Return how much memory was used, if it was out of memory."""
     log = log[-_LAST_LINES:]  # earlier ones are of processes that the nanny has replaced
     if full := _amounts(_MEMORY, log):
-        return f"{_of(full, _GIB)} GiB of the session"
+        return f"{_of(full, GIB)} GiB of the session"
     if last and last["limit"]:
         words = any(map(_OUT_OF_MEMORY.search, log))
         if last["memory"] > _NEARLY * last["limit"] or words:
-            return f"{_of((last['memory'], last['limit']), _GIB)} GiB"
+            return f"{_of((last['memory'], last['limit']), GIB)} GiB"
     return f"the platform says {said}" if _OOM_KILLED.search(said) else None
 
 
