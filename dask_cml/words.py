@@ -82,6 +82,17 @@ def command(verb: str, cluster: str, *arguments: object, group: str | None = Non
     return f"`{shlex.join(words)}`"
 
 
+def counted(n: object, noun: str) -> str:
+    """Return a number with its noun, which gets an ``s`` in the plural.
+
+    Examples
+    --------
+    >>> counted(1, "session"), counted(2, "session")
+    ('1 session', '2 sessions')
+    """
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def format_duration(seconds: float) -> str:
     """Return a time span in words, such as ``2.9 h``.
 

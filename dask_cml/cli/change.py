@@ -26,7 +26,7 @@ from dask_cml.cli.create import OptionsCommand, given
 from dask_cml.cli.show import record_of
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import adapts, command, pending
+from dask_cml.words import adapts, command, counted, pending
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -99,8 +99,8 @@ def connected(name: str) -> AbstractAsyncContextManager[CMLCluster]:
 
 def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
     """Return a number of workers with its noun, and with its group unless that is the default one."""
-    noun = "worker" if n == 1 else "workers"
-    return f"{n} {noun}" if group == DEFAULT_GROUP else f"{n} {noun} in worker group {group}"
+    workers = counted(n, "worker")
+    return workers if group == DEFAULT_GROUP else f"{workers} in worker group {group}"
 
 
 async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float) -> None:
@@ -225,8 +225,7 @@ async def delete(names: Sequence[str], everything: bool, reason: str | None) -> 
         records = store.records() if everything else [record_of(name) for name in dict.fromkeys(names)]
     except (CMLError, ValueError) as error:
         raise CMLError(f"{error}. Nothing was deleted" if len(names) > 1 else str(error)) from None
-    noun = "cluster" if len(records) == 1 else "clusters"
-    show(f"Deleting {len(records)} {noun}")
+    show(f"Deleting {counted(len(records), 'cluster')}")
     results = await operations.end_all(records, reason=reason)
     _report(results, "No clusters.")
 

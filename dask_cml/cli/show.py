@@ -24,7 +24,7 @@ from dask_cml.cli.console import (
 )
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.words import adapting, adapts, command, format_duration, format_time, idle, waiting
+from dask_cml.words import adapting, adapts, command, counted, format_duration, format_time, idle, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster, SessionHours, Usage
@@ -147,8 +147,8 @@ async def info(name: str | None, as_json: bool) -> None:
         sizes = [f"{name}={n:g}" for name, n in group["size"].items() if isinstance(n, (int, float))]
         connected = (row["groups"] or {}).get(name, "-")
         bounds = f", {adapts(*row['adapts'][name])}{later}" if name in row["adapts"] else ""
-        noun = "Dask worker" if connected == 1 else "Dask workers"
-        lines.append(("group", f"{name}  {connected} {noun} connected{bounds}, {' '.join(sizes)}"))
+        workers = counted(connected, "Dask worker")
+        lines.append(("group", f"{name}  {workers} connected{bounds}, {' '.join(sizes)}"))
     doubt = "  if it still runs" if row["status"] == "stale" else ""
     for session, role in sessions.items():
         owner = f"  ends with the session {owners[session]}" if session in owners else ""

@@ -28,7 +28,7 @@ from dask_cml.checks import seconds
 from dask_cml.errors import CallFailed, CMLError
 from dask_cml.protocol import Rank
 from dask_cml.timing import timing
-from dask_cml.words import first_line
+from dask_cml.words import counted, first_line
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -169,7 +169,7 @@ class Ending:
         no_longer_end_at_exit(self._cluster)
         if self._is_interrupted and how is How.SHUT_DOWN:
             n = len(self._cluster.api.launched - self._cluster.api.live.keys())
-            output.say(f"Interrupted: {n} {'session' if n == 1 else 'sessions'} stopped", to_stderr=True)
+            output.say(f"Interrupted: {counted(n, 'session')} stopped", to_stderr=True)
         await asyncio.to_thread(output.flush)
 
     async def _stop_working(self) -> None:

@@ -22,7 +22,7 @@ from dask_cml.protocol import NO_ANSWER, View
 from dask_cml.sessions.causes import Cause, Loss
 from dask_cml.sessions.process import CMLWorker, Phase
 from dask_cml.timing import timing
-from dask_cml.words import command
+from dask_cml.words import command, counted
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -314,12 +314,11 @@ class Look:
         """Return sentences on what runs on, and when it ends, although nothing can be launched or stopped."""
         ends = await self._cluster.sharing.ends()
         n = len([process for process in self._processes.launched if not process.has_ended])
-        noun = "session" if n == 1 else "sessions"
         they_end = f" They end {', or '.join(ends)}." if ends else ""
         return (
-            f"Until then, this process launches and stops no session. The cluster's {n} {noun} and its tasks "
-            f"continue.{they_end} The scheduler can tell their programs to exit. To end them now, run "
-            f"{command('delete', self._cluster.options.name)}"
+            "Until then, this process launches and stops no session. The cluster's "
+            f"{counted(n, 'session')} and its tasks continue.{they_end} The scheduler can tell their "
+            f"programs to exit. To end them now, run {command('delete', self._cluster.options.name)}"
         )
 
     @property

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dask_cml.words import counted
+
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.
 _FULL, _MEMORY_RATIO = 0.6, 2
@@ -299,7 +301,7 @@ def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
         if work.tasks and not work.resources and not has_workers:
             verb = "waits" if work.tasks == 1 else "wait"
             reason = "but the cluster has no workers: call cluster.scale(n) or cluster.adapt()"
-            found[reason] = f"{_tasks(work.tasks)} {verb}, {reason}"
+            found[reason] = f"{counted(work.tasks, 'task')} {verb}, {reason}"
         able = snapshot.able(work.resources)
         if work.unrunnable and work.resources and not any(supply.adapts or supply.target for supply in able):
             n, why = work.unrunnable, ", which no worker group offers"
@@ -308,13 +310,9 @@ def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
                 call = f"call cluster.scale(1, worker_group={group!r})"
                 why = f"; worker group {group} offers it, but has no workers: {call}"
             reason = ", ".join(f"{name}={need:g}" for name, need in work.resources.items()) + why
-            found[reason] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {reason}"
+            found[reason] = f"{counted(n, 'task')} {'needs' if n == 1 else 'need'} {reason}"
     for names, n in snapshot.restricted.items():
         if not any(name in expected for name in names):
             reason = f"restricted to {' or '.join(names)}, which the cluster does not have"
-            found[reason] = f"{_tasks(n)} {'is' if n == 1 else 'are'} {reason}"
+            found[reason] = f"{counted(n, 'task')} {'is' if n == 1 else 'are'} {reason}"
     return found
-
-
-def _tasks(n: float) -> str:
-    return f"{n} task" if n == 1 else f"{n} tasks"

@@ -25,7 +25,7 @@ from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import here
 from dask_cml.sessions.here import this_session
 from dask_cml.sessions.workers_api import load_platform, origin
-from dask_cml.words import printable
+from dask_cml.words import counted, printable
 
 #: Characters of an answer of the platform, or of an error of an import.
 _MOST_CHARACTERS = 300
@@ -112,7 +112,7 @@ def platform() -> Finding:
         words = textwrap.shorten(f"list_workers() fails: {workers_api.in_words(error)}", _MOST_CHARACTERS)
         return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session. {file}")
     live = sum(not workers_api.has_ended(session) for session in listed)
-    words = f"{module.__name__} lists {len(listed)} worker session{'s' * (len(listed) != 1)}, {live} live."
+    words = f"{module.__name__} lists {counted(len(listed), 'worker session')}, {live} live."
     return Finding("ok", f"{words} {file}")
 
 
