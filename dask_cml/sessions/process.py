@@ -56,8 +56,6 @@ _ANSWER_TIMEOUT = 5
 class Phase(enum.Enum):
     """How far a session is."""
 
-    #: It is not launched.
-    PLANNED = "planned"
     #: The platform has accepted its launch, and does not say yet that it runs.
     LAUNCHED = "launched"
     #: The platform has no room for it yet.
@@ -283,10 +281,8 @@ class CMLProcess(ProcessInterface):
 
     @property
     def phase(self) -> Phase:
-        """How far the session is, by the platform's last list."""
+        """How far the session is that was launched, by the platform's last list."""
         status = self.info.get("status")
-        if self.session_id is None:
-            return Phase.PLANNED
         if self.has_ended or self.status == Status.closed:
             return Phase.ENDED
         if status == UNLISTED:
