@@ -13,7 +13,7 @@ from unittest import mock
 from clusters import is_keeper, lines_of, record_of
 from distributed.core import Status
 from simulated.faults import CALM, Weather
-from simulated.process import SimulatedProcess
+from simulated.process import SimulatedProcess, current
 from simulated.session import SimulatedSession, program_of
 from simulated.world import World
 
@@ -49,6 +49,8 @@ class Episode:
     def __init__(self, schedule: Schedule, world: World) -> None:
         self.schedule, self.world, self.platform = schedule, world, world.platform
         self.actors: dict[str, Actor] = {}
+        #: The process that creates the cluster, and those that follow it after a restart.
+        self.creators: list[Notebook] = []
         self.commands = 0
         #: Whether a session that was launched itself may launch others. None: it has not tried.
         self._may_launched_launch: bool | None = None
@@ -105,8 +107,10 @@ class Episode:
             return known
         crash = self.schedule.crashes.get(name) if known is None else None
         kind = Page if name == "page" else Command if name.startswith("command") else Notebook
-        self.actors[name] = kind(self.world, name, crash)
-        return self.actors[name]
+        actor = self.actors[name] = kind(self.world, name, crash)
+        if name == "A" and isinstance(actor, Notebook):
+            self.creators.append(actor)
+        return actor
 
     def do(self, who: str, what: str, arguments: tuple[Any, ...]) -> None:
         name = what.replace(" ", "_")
@@ -614,11 +618,21 @@ class Episode:
         process, record = self.world.sessions.processes.get(session.id), self.record()
         if process is None or process.state not in ("runs", "paused") or record is None:
             return False
-        creator, last = self.actors["A"], record.scheduler
-        fails = creator.lives or (creator.cluster is not None and creator.cluster.status == Status.failed)
-        if isinstance(creator, Notebook) and not creator.started and fails:
-            return False  # its start fails, which ends the cluster, also if it is killed meanwhile
+        last = record.scheduler
+        # Also if it is killed meanwhile: CML may carry out late what it has asked for.
+        creators = [
+            creator
+            for creator in self.creators
+            if creator is self.creators[-1] or creator.process is current()
+        ]
+        if any(not creator.started and self._fails(creator) for creator in creators):
+            return False  # its start fails, which ends the cluster
         return last.session == session.id and last.address is not None and not last.closed
+
+    @staticmethod
+    def _fails(creator: Notebook) -> bool:
+        failed = creator.cluster is not None and creator.cluster.status == Status.failed
+        return creator.lives or failed
 
     def _check_losses(self) -> None:
         """Scaling down loses no data, as long as there is another worker to take it."""
