@@ -686,14 +686,15 @@ class Episode:
 
         Then there is no proof of its end. Who has left the cluster does not look any more.
         """
-        record, platform = self.record(), self.platform
+        record = self.record()
         using = [actor for name, actor in self.actors.items() if actor.runs and not self.idle(name)]
-        last = [session for session in platform.all.values() if session.key == "scheduler"][-1:]
+        last = [
+            self.platform.all[id]
+            for id, key in ({} if record is None else record.sessions).items()
+            if key == "scheduler"
+        ][-1:]
         return not self.sessions("scheduler") and any(
-            record is not None
-            and session.id in record.sessions
-            and all(actor.session != session.master for actor in using)
-            for session in last
+            all(actor.session != session.master for actor in using) for session in last
         )
 
     def _is_busy(self) -> bool:
