@@ -434,7 +434,7 @@ def adaptive_bounds(
         raise ValueError(f"invalid {highest}: expected at least {least} worker sessions, with {lowest}")
     fit, name = room(options.worker, others)
     if least > fit:
-        raise ValueError(f"invalid {lowest}: expected at most {fit} worker sessions, because {describe(name)}")
+        raise ValueError(f"invalid {lowest}: expected at most {fit} sessions, because {describe(name)}")
     if math.isinf(most):
         # At least one, so that adaptive scaling logs the limit if no session fits.
         most = max(1, room(options.worker, others[:1])[0])
