@@ -159,7 +159,8 @@ class Failover:
         cluster = self._cluster
         # The number of the last scheduler in the record, and when the platform has refused a launch first.
         number, refused = -1, None
-        # Whether the last attempt has launched none, and whether what it has launched may still answer.
+        # Of the last attempt of this process: whether it has launched none as far as it knows, so that none
+        # was lost, and whether one may still answer. Both, if only the answer to its launch was lost.
         not_launched, may_answer = False, False
         while True:
             try:

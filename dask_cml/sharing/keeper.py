@@ -104,7 +104,10 @@ class Link:
         self.connected = False
         self.heard = time.monotonic()
         self._cluster, self._who = cluster, who
-        #: What this process has carried out for its users, and the scheduler may not have heard of.
+        #: What this process has carried out for its users, and the scheduler may not have heard of. The
+        #: scheduler takes a request for a repeat if it knows a later one of this process. So requests reach
+        #: it in the order of their numbers: these before any later post, and all others, also the keeper's
+        #: own, as posts as long as an earlier one is not answered (Sharing.request, Sharing.asked).
         self.unreported: dict[int, Request] = {}
         #: How many requests users of this process have made.
         self._n_asked = 0
