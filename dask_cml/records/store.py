@@ -1125,17 +1125,9 @@ async def replaced(record: Record, api: WorkersAPI) -> Record:
     CMLError
         If it has ended.
     """
-    name, latest = record.name, record
+    latest = record
     while latest.scheduler.number == record.scheduler.number:
-        finding = (await judge([latest], api=api))[name]
-        if finding.state is State.DEAD:
-            raise CMLError(
-                f"not connected to cluster {name!r}, which has ended: {finding.why}. To remove what is "
-                f"left of it, run {command('delete', name)}"
-            )
-        await asyncio.sleep(_POLL_INTERVAL)
-        with contextlib.suppress(RecordUnreadable):
-            latest = await asyncio.to_thread(read_again, record)
+        latest = await _later(latest, await listed([latest], api=api))
     return latest
 
 
@@ -1154,19 +1146,35 @@ async def wait_until_running(record: Record) -> Record:
     CMLError
         If its scheduler does not listen in time, or its creator has ended before.
     """
-    name, delete = record.name, command("delete", record.name)
-    timeout = record.start_timeout
+    name, timeout = record.name, record.start_timeout
     deadline = time.monotonic() + timeout
     while record.scheduler.address is None:
-        finding = await asyncio.to_thread(seen, record, {})
-        if finding.state is State.DEAD:
-            raise CMLError(f"cluster {name!r} has ended: {finding.why}; run {delete}")
         if time.monotonic() > deadline:
             raise CMLError(
                 f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: to see why, run "
-                f"{command('logs', name)}; to stop its sessions, run {delete}"
+                f"{command('logs', name)}; to stop its sessions, run {command('delete', name)}"
             )
-        await asyncio.sleep(_POLL_INTERVAL)
-        with contextlib.suppress(RecordUnreadable):  # for a moment, perhaps
-            record = await asyncio.to_thread(read_again, record)
+        record = await _later(record, {})
+    return record
+
+
+async def _later(record: Record, listing: Mapping[str, SessionInfo]) -> Record:
+    """Return the record of a cluster a moment later.
+
+    Raises
+    ------
+    NoSuchCluster
+        If the cluster is deleted meanwhile.
+    CMLError
+        If it has ended.
+    """
+    finding = await asyncio.to_thread(seen, record, listing)
+    if finding.state is State.DEAD:
+        raise CMLError(
+            f"not connected to cluster {record.name!r}, which has ended: {finding.why}. To remove what is "
+            f"left of it, run {command('delete', record.name)}"
+        )
+    await asyncio.sleep(_POLL_INTERVAL)
+    with contextlib.suppress(RecordUnreadable):  # for a moment, perhaps
+        return await asyncio.to_thread(read_again, record)
     return record
