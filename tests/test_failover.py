@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -57,6 +58,8 @@ from dask_cml.records.operations import end_all
 from dask_cml.records.store import Maker
 from dask_cml.scheduler import plugin
 from dask_cml.scheduler.resident import WHO
+from dask_cml.sessions.plan import Place
+from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.sharing import failover
 from dask_cml.sharing import keeper as sharing_keeper
@@ -639,13 +642,11 @@ def newest(it):
 
 
 async def test_another_scheduler_at_the_old_address_is_not_taken_for_the_lost_one():
-    record = SimpleNamespace(id="of the cluster", scheduler=SimpleNamespace(number=0))
+    lost = SimpleNamespace(place=Place(Path("mine"), record="of the cluster"))
     async with Scheduler(dashboard_address=":0", port=0, host="127.0.0.1") as stranger:
-        link = Link("me", "mine", "somebody")
-        link.address = stranger.address
-        assert not await failover.Failover(link, None)._answers(record)
+        assert not await CMLScheduler.answers(lost, stranger.address, 60.0)
         with pytest.raises(CMLError, match="belongs to another cluster"):
-            await link.join(stranger.address, None, record.id)
+            await Link("me", "mine", "somebody").join(stranger.address, None, lost.place.record)
 
 
 @pytest.mark.slow

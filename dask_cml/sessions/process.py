@@ -490,7 +490,7 @@ class CMLScheduler(CMLProcess):
             with contextlib.suppress(CMLError):
                 written = await files_in_time(self._read_address)
             for address in written, self._guess():
-                if address and await self._answers(address):
+                if address and await self.answers(address, _ANSWER_TIMEOUT):
                     return address
             if failure is not None:
                 raise SchedulerTimeout(await self.failure(failure) + await self._why_silent())
@@ -527,10 +527,10 @@ class CMLScheduler(CMLProcess):
         protocol = "tcp" if self.place.security is None else "tls"
         return f"{protocol}://{self.ip_address}:{self.port}" if self.ip_address and self.port else None
 
-    async def _answers(self, address: str) -> bool:
-        """Return whether this cluster's scheduler answers at an address."""
+    async def answers(self, address: str, timeout: float) -> bool:
+        """Return whether this scheduler answers at an address within `timeout` seconds."""
         try:
-            answer = await ask_with_keys(address, self.place.security, HELLO, _ANSWER_TIMEOUT)
+            answer = await ask_with_keys(address, self.place.security, HELLO, timeout)
             is_ours = (answer["record"], answer["number"]) == (self.place.record, self.place.number)
         except Exception as error:  # of Dask: the program there may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)

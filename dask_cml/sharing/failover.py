@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from dask_cml.cancellation import files_in_time, to_the_end
 from dask_cml.errors import CallFailed, CMLError, LaunchRefused, NoAnswer, NoSuchCluster, SessionFailed
 from dask_cml.options import setting
 from dask_cml.output import get_logger
-from dask_cml.protocol import NO_ANSWER, Rank
+from dask_cml.protocol import Rank
 from dask_cml.records import store
 from dask_cml.records.history import find_ended
 from dask_cml.records.store import Record, SchedulerState
@@ -188,7 +187,11 @@ class Failover:
                 not_lost = not_launched or (is_next and last.keeper == self._link.id)
                 not_launched = False
                 try:
-                    if await self._answers(record) or await self._launch_next(record, why, not_lost):
+                    scheduler = cluster.scheduler if number == cluster.place.number else None
+                    # Its session may only seem to have ended.
+                    if scheduler is not None and await scheduler.answers(scheduler.address, timing.retry):
+                        return
+                    if await self._launch_next(record, why, not_lost):
                         return
                 except SchedulerLost:
                     raise
@@ -215,14 +218,6 @@ class Failover:
         # The process in the scheduler's session ends with that. Another keeper, if there is any, goes first.
         is_orphaned = last.rank is Rank.RESIDENT or last.manager is None or waited > timing.succession
         return self._cluster.sharing.is_keeper or (is_orphaned and self._link.rank in (Rank.OWNER, Rank.USER))
-
-    async def _answers(self, record: Record) -> bool:
-        """Return whether the scheduler answers, although its session seems to have ended."""
-        expected = {"record": record.id, "number": record.scheduler.number}
-        with contextlib.suppress(*NO_ANSWER, CMLError):
-            hello = await self._link.ask(protocol.HELLO, timing.retry)
-            return isinstance(hello, Mapping) and expected.items() <= hello.items()
-        return False
 
     async def _launch_next(self, record: Record, why: str, not_lost: bool) -> bool:
         """Launch the next scheduler after a pause. Return False if another process does, or the last answers.
