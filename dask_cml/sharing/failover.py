@@ -269,7 +269,7 @@ class Failover:
         lost_at = sharing.unreached_since or time.monotonic()
         cluster.groups.given(await files_in_time(store.given_names, record))
         anew = not sharing.is_keeper
-        keeper = Keeper(cluster, self._link, record, last.term, taken=0) if anew else sharing.keeper
+        keeper = Keeper(cluster, self._link, record, last.term) if anew else sharing.keeper
         # Before the claim, whose file says what is wanted after the mail. If another process claims it, that
         # one has the same mail, and this one follows. If the lost scheduler answers, the report says `taken`.
         keeper.go_on(last, anew=anew)

@@ -455,17 +455,17 @@ class Keeper:
         The cluster's record.
     term : int
         The term in which this process keeps it.
-    taken : int
-        The number of the last request that is carried out.
 
     Attributes
     ----------
     journal : Journal
         Writes the record.
+    taken : int
+        The number of the last request that is carried out.
     """
 
-    def __init__(self, cluster: CMLCluster, link: Link, record: Record, term: int, taken: int) -> None:
-        self.term, self.taken = term, taken
+    def __init__(self, cluster: CMLCluster, link: Link, record: Record, term: int) -> None:
+        self.term, self.taken = term, 0
         self.journal = Journal(cluster.api, record)
         self._cluster, self._link, self._record = cluster, link, record
         #: How many looks in a row have found a session that no process uses.
@@ -704,6 +704,7 @@ class Keeper:
             The groups of these workers by their names.
         """
         cluster, groups = self._cluster, self._cluster.groups
+        self.taken = last.taken
         cluster.processes.take_over(last)
         cluster.look.told = {*last.told}
         self._app_url = last.app_url
@@ -729,7 +730,6 @@ class Keeper:
             if known.report:
                 report = Report.read(known.report)
         if anew:
-            self.taken = report.taken
             self.restore(report, report.wanted)
             # What this process has carried out in a term that is over, and nobody has heard of.
             last_number, posted = mail[-1].number if mail else report.taken, last.posted.get(self._link.id, 0)

@@ -180,7 +180,7 @@ class Sharing:
         security, keys = await asyncio.to_thread(tls.as_files, options.security, cluster.place.folder)
         record = replace(self.new_record, options=options.arguments(), security=tls.paths(security))
         self.record = record  # to remove it if this is cancelled
-        keeper = Keeper(cluster, self.link, record, term=0, taken=0)
+        keeper = Keeper(cluster, self.link, record, term=0)
         self.link.rank = Rank.OWNER
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
         board = keeper.first_board(SchedulerState(hours=limits().get("hours"), orphan_timeout=orphan_timeout))
@@ -454,7 +454,7 @@ class Sharing:
             report = Report.read(board.report)
             record = await files_in_time(store.read_again, self.record)
             given = await files_in_time(store.given_names, record)
-            keeper = Keeper(cluster, self.link, record, board.term, report.taken)
+            keeper = Keeper(cluster, self.link, record, board.term)
             await self._subscribe()
             async with cluster._lock:
                 cluster.groups.given(given)
