@@ -4,6 +4,7 @@ import asyncio
 import gc
 from itertools import product
 
+import numpy as np
 import pytest
 from clusters import (
     adapting_of,
@@ -25,6 +26,7 @@ from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLAdaptive, CMLError
+from dask_cml.records import store
 
 FAST = {"interval": "1 s", "wait_count": 2}
 
@@ -161,8 +163,9 @@ async def test_a_group_that_adapts_may_be_deleted_and_added_again(it):
 async def test_a_remote_lets_the_keeper_adapt(it):
     async with simulate(name="mine") as cluster, rebuild("mine") as remote:
         work = Work(it, cluster, tasks=3)
-        adaptive = remote.adapt(1, 5, interval="2 s", wait_count=7, target_duration="9 s")
+        adaptive = remote.adapt(1, 5, interval="2 s", wait_count=np.int64(7), target_duration=np.float32(9))
         await eventually(lambda: arrived(cluster) == 3)
+        await eventually(lambda: store.read("mine").bounds == {"default": (1, 5)})
         taken = cluster._adaptive
         assert taken.limits == adaptive.limits == adapting_of(cluster) == adapting_of(remote)
         assert {"minimum": 1, "maximum": 5, "interval": 2.0, "wait_count": 7}.items() < taken.limits.items()

@@ -632,18 +632,18 @@ class CMLAdaptive(Adaptive):
         self._logged = ""
         duration = kwargs.get("target_duration")
         default = dask.config.get("distributed.adaptive.target-duration")
-        seconds("target_duration", default if duration is None else duration)
+        # As numbers of Python, which JSON and the messages can represent.
+        kwargs["target_duration"] = seconds("target_duration", default if duration is None else duration)
         # Without an interval, Dask's class does not start before the cluster does.
         super().__init__(cluster, interval=0, **kwargs)
         default = dask.config.get("distributed.adaptive.interval")
         self.interval = seconds("interval", default if interval is None else interval)
-        integer("wait_count", self.wait_count, 0)
+        self.wait_count = self._least_wait_count = integer("wait_count", self.wait_count, 0)
         if self.interval:
             self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
         #: How many checks in a row have found no work, since when, and how long the last such pause was. The
         #: time before the first work is none.
         self._idle_checks, self._idle_since, self._last_pause = 1, -math.inf, math.inf
-        self._least_wait_count = self.wait_count
         self._busy = 0
         self._borrowed: list[str] = []
 
