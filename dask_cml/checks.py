@@ -20,6 +20,7 @@ from importlib import import_module
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from dask_cml.layout import OWN_LOG, SCHEDULER
 from dask_cml.naming import GROUP_NAME, RESERVED
 
 # Functions import Dask and msgspec: the local platform and workers import this module, and do without them.
@@ -256,6 +257,13 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
     _typed(argument, value, str, expected)
     _valid(argument, value, _CLUSTER_NAME.fullmatch(value) and value.isprintable(), expected)
     return _plain(_valid(argument, value, len(value.encode()) <= _NAME_BYTES, expected))
+
+
+def worker_name(value: str) -> str:
+    """Check a worker's name, by which its files are called beside those of the scheduler and the cluster."""
+    expected = f"printable characters without '/', neither {OWN_LOG!r} nor with {SCHEDULER!r} at the end"
+    valid = value.isprintable() and value not in ("", OWN_LOG) and not value.endswith(SCHEDULER)
+    return _valid("worker name", value, valid and "/" not in value, expected)
 
 
 def folder(argument: str, value: Any) -> str:

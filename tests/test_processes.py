@@ -254,7 +254,7 @@ async def test_the_session_that_took_the_name_first_is_the_schedulers(stub, api,
     scheduler = CMLScheduler(api, read(), Place(folder, 0, RECORD))
     starting = await begin(stub, scheduler)
     second = scheduler.session_id
-    started = folder / STARTED_FOLDER / "scheduler-0"
+    started = folder / STARTED_FOLDER / "%2Fscheduler-0"
     started.mkdir(parents=True)  # it cannot be read
     stub.set(second, "running")
     stub.set(second, status)

@@ -105,6 +105,12 @@ async def test_a_start_fails_in_time_although_the_file_of_its_scheduler_or_its_k
     ended.set()
 
 
+@simulated
+async def test_a_cluster_may_have_the_name_scheduler(it):
+    async with simulate(name="scheduler", n_workers=1):
+        await eventually(lambda: {*it.platform.running} == {"scheduler-scheduler", "scheduler-0"})
+
+
 @pytest.mark.parametrize("quota", [None, {"sessions": 2}])
 @simulated
 async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_they_are_launched(it, quota):

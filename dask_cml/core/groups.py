@@ -23,7 +23,7 @@ from distributed.worker import Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
-from dask_cml.checks import choice, integer, message, of_type, seconds
+from dask_cml.checks import choice, integer, message, of_type, seconds, worker_name
 from dask_cml.core.policy import Snapshot, Supply, sessions_wanted, unrunnable
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
@@ -73,7 +73,7 @@ class Specs(UserDict[str, Any]):
         if not (isinstance(spec, Mapping) and "cls" in spec):
             expected = "a mapping with the worker's class as `cls`, such as cluster.new_spec"
             raise ValueError(of_type(f"worker_spec[{name!r}]", spec, expected))
-        super().__setitem__(str(name), spec)
+        super().__setitem__(worker_name(str(name)), spec)
 
     def __delitem__(self, name: Any) -> None:
         super().__delitem__(str(name))

@@ -283,7 +283,8 @@ def _plan(
     name, started, role = key, key, "A worker"
     size, launch_options = options.worker, options.launch_options
     if key == SCHEDULER:
-        name, started, role = f"{options.name}-{key}", f"{key}-{place.number}", "The scheduler"
+        # Workers of a cluster with the name "scheduler" have names such as "scheduler-0".
+        name, started, role = f"{options.name}-{key}", f"/{key}-{place.number}", "The scheduler"
         size, launch_options = options.scheduler, options.scheduler_launch_options
     title = name
     if place.record is not None:  # the session enters itself into the record
