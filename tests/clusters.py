@@ -402,6 +402,12 @@ def break_connection(cluster: CMLCluster) -> None:
     cluster.sharing.link._watching.abort()  # type: ignore[union-attr]
 
 
+def move_scheduler(cluster: CMLCluster, other: CMLCluster) -> None:
+    """Let a process that loses its connection find another cluster's scheduler at the address of its own."""
+    cluster.sharing.link.address = other.sharing.link.address
+    break_connection(cluster)
+
+
 #: Moments at which tests step in: the part of a cluster that acts then, and its function.
 MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     # of every process

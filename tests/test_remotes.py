@@ -11,6 +11,7 @@ from clusters import (
     id_on_board,
     is_keeper,
     lose_answers,
+    move_scheduler,
     rebuild,
     record_of,
     run_command,
@@ -48,6 +49,20 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
         may_follow.set()
         await eventually(lambda: remote.worker_spec.keys() == cluster.worker_spec.keys())
         await eventually(lambda: arrived(remote) == 1)
+
+
+@simulated
+async def test_nobody_follows_another_cluster_that_has_the_address_of_a_lost_scheduler(it):
+    async with simulate(name="other") as other, simulate(name="mine", n_workers=1) as cluster:
+        async with rebuild("mine") as remote:
+            for process in cluster, remote:
+                move_scheduler(process, other)
+            for process in cluster, remote:
+                await eventually(lambda process=process: "another cluster, 'other'" in repr(process), 30)
+            it.platform.evict(it.platform.running["mine-scheduler"])
+            await eventually(lambda: scheduler_number(remote) == 1)
+            await eventually(lambda: arrived(cluster) == arrived(remote) == target(remote) == 1)
+        assert is_keeper(other)
 
 
 @pytest.mark.slow

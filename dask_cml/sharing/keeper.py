@@ -113,6 +113,8 @@ class Link:
         self._n_asked = 0
         self._posting = asyncio.Lock()
         self._watching: Comm | None = None
+        #: The id of the cluster's record.
+        self._record = ""
 
     @property
     def idle(self) -> float | None:
@@ -140,18 +142,17 @@ class Link:
         """
         self.forget()
         self.connection_args = await files_in_time(protocol.connection_args, security, address)
-        hello = await ask(address, self.connection_args, protocol.HELLO, timing.answer)
-        self._check(hello if isinstance(hello, Mapping) else {}, record, address)
-        self.address = address
+        self.address, self._record = address, record
         try:
             await self.watch()
         except BaseException:
             self.forget()
             raise
 
-    def _check(self, hello: Mapping[str, Any], record: str, address: str) -> None:
-        if hello.get("record") != record:
-            raise CMLError(f"the scheduler at {address} belongs to another cluster, {hello.get('cluster')!r}")
+    def _check(self, hello: Mapping[str, Any]) -> None:
+        if hello.get("record") != self._record:
+            other = hello.get("cluster")
+            raise CMLError(f"the scheduler at {self.address} belongs to another cluster, {other!r}")
         if hello.get("protocol") != protocol.PROTOCOL:
             raise CMLError(
                 f"cluster {self._cluster!r} speaks protocol {hello.get('protocol')} of dask-cml, this "
@@ -183,6 +184,9 @@ class Link:
             limit = min(timing.answer, max(timing.listing, time.monotonic() - self.heard))
             # Its end is the watcher's end.
             self._watching = await connect_to(self._known_address(), self.connection_args, limit)
+            # Each time: without keys, a scheduler of another cluster may have the address of a lost one.
+            hello = await call(self._watching, protocol.HELLO)
+            self._check(hello if isinstance(hello, Mapping) else {})
         who = {"watcher": self.id, "rank": int(self.rank), "who": self._who}
         return await call(self._watching, protocol.WATCH, **who, since=since, wait=wait)
 
