@@ -574,7 +574,8 @@ def _read_session(names: Iterable[str], folder: Path, cluster: str) -> Launch | 
             launches.append(parse(name, cluster))
         except ValueError:
             report_ignored(f"{name!a} in {folder}", "it is not the name of a session's file")
-    return replace(min(launches, key=_order), **end) if launches else None
+    launch = min(launches, key=_order, default=None)
+    return replace(launch, **end) if launch and end else launch
 
 
 def write_entries(launched: Iterable[Launch], ends: Iterable[str], folder: Path) -> None:

@@ -8,6 +8,7 @@ may be long. Ambiguous characters in a key are percent-encoded.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
@@ -105,6 +106,7 @@ def form(key: str, cluster: str, size: SessionSize | None, group: str | None) ->
     return f"{{id}},{quoted},{{owner}},{{launched}},{text},{other_group}"
 
 
+@functools.lru_cache(maxsize=10_000)
 def parse(name: str, cluster: str) -> Launch:
     """Return the session that a file's name describes. The inverse of :func:`file_name`.
 
