@@ -477,6 +477,8 @@ class Keeper:
         self._next_strays = 0.0
         self._publishing = asyncio.Lock()
         self._published: dict[str, Any] | None = None
+        #: The sessions of the last report, and how it describes them.
+        self._reported: tuple[list[Session], list[dict[str, Any]]] = [], []
         #: What has become of sessions, which the scheduler does not know yet.
         self._events: deque[dict[str, str]] = deque(maxlen=_MOST_EVENTS)
         #: How many there have been.
@@ -553,16 +555,16 @@ class Keeper:
         """Return what this process knows and wants."""
         cluster, processes, view = self._cluster, self._cluster.processes, self.view
         app_url = None if cluster.scheduler is None else cluster.scheduler.info.get("app_url")
-        backoffs = processes.backoffs.items()
+        backoffs, sessions = processes.backoffs.items(), [*processes.sessions]
+        if sessions != self._reported[0]:
+            self._reported = sessions, [session.to_json() for session in sessions]
         return Report(
-            sessions=[session.to_json() for session in processes.sessions],
+            sessions=self._reported[1],
             taken=self.taken,
             groups=cluster.groups.described,
             wanted=cluster.groups.wanted(),
             failures={group: backoff.failures for group, backoff in backoffs if backoff.failures},
-            ceilings={
-                group: backoff.refused_at for group, backoff in backoffs if backoff.refused_at is not None
-            },
+            ceilings={group: n for group, backoff in backoffs if (n := backoff.refused_at) is not None},
             start_times=processes.start_times,
             told=sorted(cluster.look.told),
             limited=[group for group, backoff in backoffs if backoff.is_limited],
