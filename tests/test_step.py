@@ -230,7 +230,8 @@ async def test_a_session_whose_launch_ends_while_another_one_is_judged_is_not_st
         return False
 
     launching, api = {"mine-1"}, SimpleNamespace(live={"first": "mine-0", "second": "mine-1"})
-    cluster = SimpleNamespace(api=api, scheduler=None, scheduler_info={"workers": {}}, workers={})
+    known = {"scheduler": None, "scheduler_info": {"workers": {}}, "workers": {}, "worker_spec": {}}
+    cluster = SimpleNamespace(api=api, **known)
     workers = Workers(cluster)
     monkeypatch.setattr(Workers, "launching", launching)
     monkeypatch.setattr(workers, "claim", claim)

@@ -293,7 +293,7 @@ class Workers:
 
     def wanted(self, group: str | None = None) -> list[CMLWorker]:
         """Return the wanted workers that were launched, of one group or of all."""
-        names = {*self._cluster.groups.workers(group)}
+        names = {*(self._cluster.groups.workers(group) if group else self._cluster.worker_spec)}
         return [worker for worker in self.workers() if worker.name in names]
 
     @property
@@ -650,7 +650,7 @@ class Workers:
         for session, name in unused.items():
             if name not in connected and await self.claim(session, name) is None:
                 unknown.add(session)
-        return (unused.keys() & self.unused.keys()) - unknown
+        return (unused.keys() & self.unused.keys()) - unknown if unused else unknown
 
     async def claim(self, session: str, name: str, launch: Launch | None = None) -> bool | None:
         """Let a wanted worker be the session that took its name, or that the record names.
@@ -678,11 +678,9 @@ class Workers:
         for info in startup_information(self._cluster).values():
             if info.get("name") and is_session_id(info.get("session")):
                 sessions[info["name"]] = info["session"]
-        known = {worker.name: worker.session_id for worker in self.workers()}
         unanswered = self.launching - self._cluster.workers.keys()
-        for name, session in sessions.items() - known.items():
-            if name in self._cluster.worker_spec and name not in unanswered:
-                self.adopt(session, name)
+        for name in sessions.keys() & {*self._cluster.worker_spec} - unanswered:
+            self.adopt(sessions[name], name)
         return sessions
 
     async def take_started(self, workers: Iterable[CMLWorker], listing: Mapping[str, SessionInfo]) -> None:

@@ -338,10 +338,10 @@ class CMLProcess(ProcessInterface):
         may be old. If it was listed before, and is missing for ``timing.unlisted`` seconds, that becomes its
         status. It is no proof of an end.
         """
-        listed = {**listing.get(self.session_id or "", {})}
+        listed = listing.get(self.session_id or "", {})
         has_run = self.info.get("status") not in (None, UNLISTED) and not is_pending(self.info)
         if has_run and is_pending(listed):  # an older list
-            del listed["status"]
+            listed = {**listed, "status": self.info["status"]}
         if listed or not self.is_listed:
             self._missing_since = None
         elif self._missing_since is None:
