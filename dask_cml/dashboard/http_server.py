@@ -22,10 +22,7 @@ from tornado.web import Application, RequestHandler
 
 from dask_cml.checks import message
 from dask_cml.options import setting
-from dask_cml.output import get_logger
 from dask_cml.sessions.here import served_hosts
-
-logger = get_logger(__name__)
 
 #: Seconds without a request, and for its body.
 _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import math
 import os
 import time
@@ -47,11 +46,8 @@ from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.health import Health, last_state
-from dask_cml.scheduler.resident import Resident
+from dask_cml.scheduler.resident import Resident, logger
 from dask_cml.timing import timing
-
-# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
-logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
 #: Seconds between two changes of the scheduler's file.
