@@ -43,7 +43,6 @@ RECONNECT_TIMEOUT, _RETRY = 300.0, 0.1
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
 #: Whether Dask's errors of cancelled futures have a reason.
 _CANCELS_WITH_REASON = "reason" in inspect.signature(FutureState.cancel).parameters
-_warned: set[str] = set()
 #: What the last successful connection to a cluster has read, by the cluster's address.
 _records: dict[str, Record] = {}
 #: When the last line of a cluster was logged by its scheduler, by the scheduler's address.
@@ -120,14 +119,8 @@ class CMLConnector(Connector):
         except asyncio.CancelledError as error:  # perhaps by Dask's time limit, whose error does not say why
             if why is not None:
                 error.__cause__ = OSError(f"{unreachable}: {why}")
-                _warn_once(record.id, str(error.__cause__))
+                output.warn_once(logger, record.id, str(error.__cause__))
             raise
-
-
-def _warn_once(subject: str, text: str) -> None:
-    if subject not in _warned:
-        _warned.add(subject)
-        logger.warning("%s", text)
 
 
 async def _warn_of_end(record: Record) -> None:
@@ -138,7 +131,7 @@ async def _warn_of_end(record: Record) -> None:
     finding = await _in_thread(store.seen, record, await store.listed([record]))
     if finding.state is store.State.DEAD:
         text = f"Cluster {record.name} not connected: {finding.why}; run {command('delete', record.name)}"
-        _warn_once(f"{record.id} {record.scheduler.address}", text)
+        output.warn_once(logger, f"{record.id} {record.scheduler.address}", text)
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -287,7 +280,7 @@ async def _running(name: str) -> Record:
             text = f"{error}; searched in {state_directory()}"
             raise NoSuchCluster(text, error.name, error.known) from None
         except store.RecordUnreadable as error:  # which ends no cluster, so Dask tries again
-            _warn_once(str(error), f"Cluster {name} not connected: {error}")
+            output.warn_once(logger, str(error), f"Cluster {name} not connected: {error}")
             raise
         if record.scheduler.closed is not None:
             raise NoSuchCluster(f"cluster {name!r} has ended: {record.scheduler.closed}", name)
@@ -298,7 +291,8 @@ async def _running(name: str) -> Record:
             raise NoSuchCluster(f"cluster {name!r} has ended: {why}; run {command('delete', name)}", name)
         state = "launching another scheduler" if record.scheduler.number else "starting"
         text = f"Cluster {name} is {state}: its scheduler has no address yet"
-        _warn_once(f"{record.id} {record.scheduler.number}", text)  # Dask's error does not say why
+        # Dask's error does not say why.
+        output.warn_once(logger, f"{record.id} {record.scheduler.number}", text)
         await asyncio.sleep(_POLL_INTERVAL)
 
 

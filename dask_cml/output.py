@@ -25,6 +25,8 @@ _waiting: SimpleQueue[tuple[Context, Callable[[], None]]]
 #: Who takes its only element starts the thread.
 _unstarted: list[None]
 
+#: The subjects of which this process has warned.
+_warned: set[str] = set()
 #: IPython's shell in a notebook. None elsewhere, and before :func:`follow_cells`.
 _shell: Any = None
 #: The request of a notebook that runs its last cell.
@@ -84,6 +86,13 @@ def get_logger(name: str) -> logging.Logger:
     logger = logging.getLogger(name)
     logger.addFilter(_queue)
     return logger
+
+
+def warn_once(logger: logging.Logger, subject: str, text: str) -> None:
+    """Log a warning, unless this process has warned of the subject before."""
+    if subject not in _warned:
+        _warned.add(subject)
+        logger.warning("%s", text)
 
 
 def _queue(record: logging.LogRecord) -> bool:

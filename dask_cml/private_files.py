@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dask_cml.errors import CMLError, reason_of
-from dask_cml.output import get_logger
+from dask_cml.output import get_logger, warn_once
 
 logger = get_logger(__name__)
-
-_reported: set[str] = set()
 
 
 class NotPrivate(CMLError, PermissionError):
@@ -187,6 +185,4 @@ def report_ignored(path: Path | str, why: Exception | str) -> None:
     why : Exception or str
         Why, as a clause.
     """
-    if str(path) not in _reported:
-        _reported.add(str(path))
-        logger.warning("%s ignored: %s", path, why)
+    warn_once(logger, str(path), f"{path} ignored: {why}")
