@@ -77,12 +77,12 @@ class Health:
         """Note what a nanny says of its worker."""
         if topic in (_MEMORY_TOPIC, EXITED):
             self._said.setdefault(content["worker"], {}).update(content)
-            _bound(self._said)
+            bound(self._said)
 
     def note_left(self, name: str, address: str, last: dict[str, Any]) -> None:
         """Note a Dask worker that has left, and what was known of it, see ``last_state``."""
         self._last[name] = {**last, "address": address, "left": time.monotonic()}
-        _bound(self._last)
+        bound(self._last)
 
     def _last_of(self, name: str) -> dict[str, Any] | None:
         """Return what was known last of a Dask worker that has left."""
@@ -115,7 +115,7 @@ class Health:
             words += f"; {_ADVICE}"
         self._n_restarts += 1
         self.restarts[f"restart {self._n_restarts}"] = f"worker {name} was restarted: {words}"
-        _bound(self.restarts, _MOST_RESTARTS)
+        bound(self.restarts, _MOST_RESTARTS)
         self._restarted_at = now
 
     def look(self, workers: Iterable[WorkerState], now: float) -> None:
@@ -205,8 +205,8 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
     }
 
 
-def _bound(noted: dict[str, Any], most: int = _MOST_LAST) -> None:
-    """Forget what was noted first: many sessions end with their workers, which never connect again."""
+def bound(noted: dict[str, Any], most: int = _MOST_LAST) -> None:
+    """Forget what was noted first, beyond `most`: many sessions and processes never connect again."""
     if len(noted) > most:
         del noted[next(iter(noted))]
 

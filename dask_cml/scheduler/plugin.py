@@ -45,7 +45,7 @@ from dask_cml.protocol import USERS, Letter, Rank, Request, WantedGroup, after, 
 from dask_cml.scheduler import dashboard_guard
 from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.demand import known_demand
-from dask_cml.scheduler.health import Health, last_state
+from dask_cml.scheduler.health import Health, bound, last_state
 from dask_cml.scheduler.resident import Resident, logger
 from dask_cml.timing import timing
 
@@ -696,8 +696,7 @@ class Board:
     def note_posted(self, sender: str, number: int) -> None:
         """Note the number of the last request of a process that is in the mail or in its own report."""
         self.posted[sender] = max(number, self.posted.pop(sender, 0))
-        if len(self.posted) > _MOST_SENDERS:
-            del self.posted[next(iter(self.posted))]
+        bound(self.posted, _MOST_SENDERS)
 
     def keep(self, keeper: str | None) -> None:
         """Let a process keep the cluster, or nobody, in a new term."""
