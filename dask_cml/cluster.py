@@ -472,7 +472,9 @@ class CMLCluster(SpecCluster):
         """
         group = request.group
         if request.kind == "close":
-            self.processes.unwant(request.names)
+            # The names are of sessions or of Dask workers.
+            known = {name: worker.name for worker in self.processes.workers() for name in worker.dask_names}
+            self.groups.drop(known.get(name, name) for name in request.names)
             return  # which tells nothing of why workers have failed
         groups = after(self.groups.described, request)
         wanted = groups.get(group)

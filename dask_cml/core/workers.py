@@ -339,11 +339,6 @@ class Workers:
         # A session that was just launched has no worker yet.
         return {session: name for session, name in live if session not in used and name not in launching}
 
-    def unwant(self, names: Iterable[str]) -> None:
-        """Want fewer workers, without these names of sessions or Dask workers."""
-        sessions = {name: worker.name for worker in self.workers() for name in worker.dask_names}
-        self._cluster.groups.drop(sessions.get(name, name) for name in names)
-
     # -- failures, refusals and start times of groups
 
     def backoff(self, group: str = DEFAULT_GROUP) -> Backoff:
