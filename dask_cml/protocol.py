@@ -269,6 +269,8 @@ class Report(View):
         Whether the platform has refused all launches of this process, and not because of a quota.
     app_url : str or None
         The URL of the scheduler's session, for processes to which the platform does not list it.
+    maker : mapping or None
+        The process that reports, see :class:`dask_cml.records.store.Maker`.
     """
 
     taken: int = 0
@@ -282,6 +284,7 @@ class Report(View):
     start_times: Mapping[str, float] = field(default_factory=dict)
     is_barred: bool = False
     app_url: str | None = None
+    maker: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls, content: Any) -> Report:

@@ -35,6 +35,7 @@ from clusters import (
     manager,
     observe,
     rebuild,
+    run_command,
     scheduler_number,
     scheduler_of,
     simulate,
@@ -266,6 +267,21 @@ async def test_a_remote_of_another_session_leaves_a_crashed_scheduler_to_the_kee
             assert other.status == Status.running
             step_out(cluster, "checks the scheduler's release")
         assert stands(it, cluster, 1)
+
+
+@simulated
+async def test_prune_leaves_a_cluster_alone_whose_manager_replaces_its_scheduler(it):
+    creator = await create_elsewhere(it, name="lab", n_workers=1)
+    async with rebuild("lab") as cluster:
+        creator.kill()
+        await eventually(lambda: is_keeper(cluster) and store.read("lab").launcher.lives())
+        with mock.patch.object(failover, "_PAUSES", (10.0,)):
+            it.platform.evict(it.platform.running["lab-scheduler"])
+            assert "its manager or creator still runs" in await run_command("prune")
+            async with rebuild("lab") as remote:
+                assert scheduler_number(remote) == 1
+        await eventually(lambda: stands(it, cluster, 1))
+        await cluster.shutdown()
 
 
 @simulated

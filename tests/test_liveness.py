@@ -114,7 +114,7 @@ async def test_no_silence_proves_that_a_scheduler_has_ended(cluster, listed, has
     [
         ("ended", None, State.DEAD, "the program of its scheduler's session s has ended"),
         ("elsewhere", None, State.UNKNOWN, "a process of another session may replace its scheduler"),
-        ("runs", None, State.UNKNOWN, "its creator still runs"),
+        ("runs", None, State.UNKNOWN, "its manager or creator still runs"),
         ("elsewhere", "failed", State.DEAD, "its scheduler's session s has ended"),
     ],
 )
@@ -135,7 +135,7 @@ async def test_a_cluster_whose_creator_runs_is_not_dead_nor_one_without_a_launch
     maker = Maker.this_process()
     running = await found(cluster(UNREACHABLE, maker=maker), "failed")
     assert running.state is State.UNKNOWN
-    assert f"its creator still runs, process {maker.pid}" in running.why
+    assert f"its manager or creator still runs, process {maker.pid}" in running.why
     assert await state_of(cluster(None, maker=maker)) is State.UNKNOWN
     assert await state_of(cluster(None)) is State.UNKNOWN
     ended = dataclasses.replace(maker, started=1.0)  # another process may launch the next scheduler instead

@@ -261,7 +261,7 @@ class SchedulerState:
     posted : mapping of str to int
         The numbers of the last requests of processes, by their ids.
     maker : Maker or None
-        The process that launches it. None after it has written its file, or if this process has given up.
+        The process that launches it, or the user's process that keeps the cluster then. None: there is none.
     activity : mapping
         What the cluster has done, for its history.
     workers : Present
@@ -354,13 +354,13 @@ class Record:
 
     @property
     def launcher(self) -> Maker:
-        """The process that launches the last scheduler, or else has created the cluster."""
+        """The process that launches the last scheduler, or keeps the cluster, or else has created it."""
         return self.scheduler.maker or self.maker
 
     @property
     def manager(self) -> str | None:
-        """Who keeps the cluster, for users. None: no process does, or it is the creator, which was killed."""
-        was_killed = self.scheduler.manager == self.maker.words and self.maker.lives() is False
+        """Who keeps the cluster, for users. None: no process does, or it was killed."""
+        was_killed = self.scheduler.manager == self.launcher.words and self.launcher.lives() is False
         return None if was_killed else self.scheduler.manager
 
     @property
@@ -1086,8 +1086,8 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
 
     A cluster is *dead* by proof alone, see :func:`why_ended`, and *alive* if its scheduler has left a sign of
     life in the last two minutes. Otherwise it is *unknown*. So is a cluster with a dead scheduler while its
-    creator runs or may run, which shuts it down or replaces the scheduler, unless the scheduler's own session
-    managed it last. The platform lists a session only to its owner.
+    last manager, or else its creator, runs or may run, which shuts it down or replaces the scheduler, unless
+    the scheduler's own session managed it last. The platform lists a session only to its owner.
 
     Parameters
     ----------
@@ -1098,11 +1098,11 @@ def seen(record: Record, listing: Mapping[str, SessionInfo]) -> Finding:
     """
     scheduler, why = record.scheduler, why_ended(record, listing)
     if why is not None:
-        creator_lives = record.launcher.lives()
+        manager_lives = record.launcher.lives()
         # What manages a cluster in its scheduler's session ends with that, and its creator has left before.
-        if creator_lives and scheduler.rank is not Rank.RESIDENT:
-            why += f", but its creator still runs, process {record.launcher.pid}"
-        elif creator_lives is None and scheduler.closed is None and scheduler.session not in listing:
+        if manager_lives and scheduler.rank is not Rank.RESIDENT:
+            why += f", but its manager or creator still runs, process {record.launcher.pid}"
+        elif manager_lives is None and scheduler.closed is None and scheduler.session not in listing:
             why += ", but a process of another session may replace its scheduler"
         else:
             return Finding(State.DEAD, why)

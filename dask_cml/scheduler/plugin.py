@@ -187,7 +187,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _state(self) -> dict[str, Any]:
         """Return the content of the scheduler's file. Dask's workers and clients read the address."""
         board = self._board.to_json()
-        del board["keeper"]  # in the file of a scheduler that begins, this is the process that launches it
+        # In the file of a scheduler that begins, "keeper" is the process that launches it.
+        is_users = board.pop("keeper") is not None and self._rank is not Rank.RESIDENT
         return {
             **board,
             "revision": self._revision,
@@ -200,6 +201,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "hours": self._lifetime.hours,
             "restarts": self._restarts,
             "manager": self._manager,
+            "maker": self._board.report.get("maker") if is_users else None,
             "manages_soon": self._is_to_be_kept and self._resident.problem is None,
             "rank": self._rank,
             "closed": self._lifetime.closed,

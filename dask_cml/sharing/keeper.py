@@ -472,6 +472,7 @@ class Keeper:
         self.term, self.taken = term, 0
         self.journal = Journal(cluster.api, record)
         self._cluster, self._link, self._record = cluster, link, record
+        self._maker = asdict(Maker.this_process())
         #: How many looks in a row have found a session that no process uses.
         self._strays: dict[str, int] = {}
         self._next_strays = 0.0
@@ -570,6 +571,7 @@ class Keeper:
             limited=[group for group, backoff in backoffs if backoff.is_limited],
             is_barred=self._is_barred(view),
             app_url=app_url or self._app_url,
+            maker=self._maker,
             **vars(view),
         )
 
@@ -761,7 +763,7 @@ class Keeper:
             "keeper": self._link.id,
             "term": max(self.term, last.term) + 1,
             "manager": self._cluster.sharing.who,
-            "maker": asdict(Maker.this_process()),
+            "maker": self._maker,
             "created": self._record.created.isoformat(),
             "hours": last.hours,
             "orphan_timeout": last.orphan_timeout,
