@@ -617,6 +617,7 @@ class CMLAdaptive(Adaptive):
     """
 
     cluster: CMLCluster
+    interval: float
     state: Any = "inactive"  # older releases of Dask's class have none
 
     def __init__(
@@ -639,8 +640,7 @@ class CMLAdaptive(Adaptive):
         default = dask.config.get("distributed.adaptive.interval")
         self.interval = seconds("interval", default if interval is None else interval)
         self.wait_count = self._least_wait_count = integer("wait_count", self.wait_count, 0)
-        if self.interval:
-            self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
+        self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
         #: How many checks in a row have found no work, since when, and how long the last such pause was. The
         #: time before the first work is none.
         self._idle_checks, self._idle_since, self._last_pause = 1, -math.inf, math.inf
@@ -730,7 +730,7 @@ class CMLAdaptive(Adaptive):
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
         # Groups that adapt share one answer of the scheduler.
-        snapshot = await self.cluster.groups.demand.snapshot(max_age=(self.interval or 0.0) / 2)
+        snapshot = await self.cluster.groups.demand.snapshot(max_age=self.interval / 2)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
         start_time = self.cluster.processes.start_time(self._group)
         if snapshot.has_work(self._group):
@@ -741,10 +741,9 @@ class CMLAdaptive(Adaptive):
             if not self._idle_checks:
                 self._idle_since = now
             self._idle_checks += 1
-        if self.interval:
-            self.wait_count = self._least_wait_count
-            if self._idle_checks < self._least_wait_count or self._last_pause <= start_time:
-                self.wait_count += math.ceil(start_time / self.interval)
+        self.wait_count = self._least_wait_count
+        if self._idle_checks < self._least_wait_count or self._last_pause <= start_time:
+            self.wait_count += math.ceil(start_time / self.interval)
         self._busy = snapshot.supply(self._group).busy
         self._borrowed = [*snapshot.borrowed(self._group)]
         plan = self.plan
