@@ -225,7 +225,8 @@ class Groups:
         """
         self.take(groups)
         if self.wanted() != wanted:
-            self.want(wanted)
+            self.drop([*self._cluster.worker_spec])
+            self._add({name: self.spec(group) for name, group in wanted.items() if group in self})
         # More may be asked for than the keeper wants by now.
         self._excess = {name: len(self.workers(name)) - group.target for name, group in groups.items()}
 
@@ -402,18 +403,6 @@ class Groups:
         self._excess[group] = max(0, surplus - len(dropped))
         for _ in range(-surplus):
             self._add(self.new(group))
-
-    def want(self, names: Mapping[str, str]) -> None:
-        """Want these workers instead of the present ones.
-
-        Parameters
-        ----------
-        names : mapping of str to str
-            Their groups by their names.
-        """
-        self.drop([*self._cluster.worker_spec])
-        self._excess.clear()
-        self._add({name: self.spec(group) for name, group in names.items() if group in self})
 
     def close(self, group: str, names: Iterable[str]) -> None:
         """Drop surplus workers that the scheduler has chosen."""
