@@ -261,7 +261,7 @@ def test_bad_groups_of_a_new_cluster_are_refused_before_any_launch(platform, gro
 def test_a_group_with_another_memory_keeps_the_reserve_that_the_cluster_was_given(cluster, group, reserve):
     options = Options.read(**cluster)
     assert options.of_group(group).memory_reserve == reserve
-    running = Options.of_running("mine", options.arguments())  # in another process
+    running = Options.read(options.arguments(), name="mine", worker_groups={})  # in another process
     assert running.of_group(group).memory_reserve == reserve
     with pytest.raises(ValueError, match=r"memory_reserve=2.0: expected at most 0.875 GiB, with memory=1 G"):
         Options.read(memory=16, memory_reserve=2).of_group({"memory": 1})

@@ -300,7 +300,7 @@ def test_no_text_shows_a_value_that_may_be_secret():
 
 def test_an_amount_with_a_unit_is_restored_from_a_record():
     options = Options.read(memory="2 TiB", scratch="4 TiB", worker_groups={"big": {"memory": "3 TiB"}})
-    restored = Options.of_running("mine", options.arguments())
+    restored = Options.read(options.arguments(), name="mine", worker_groups={})
     assert (restored.memory, restored.scratch) == (2048, 4096)
     assert restored.of_group(options.groups()["big"].group_arguments()).memory == 3072
 

@@ -172,12 +172,6 @@ class Options(make_dataclass("Arguments", ARGUMENTS, frozen=True)):  # type: ign
         arguments = self.arguments()
         return {name: arguments[name] for name in GROUP_OPTIONS if name != "n_workers"}
 
-    @classmethod
-    def of_running(cls, name: str, recorded: Mapping[str, Any], **own: Any) -> Options:
-        """Return the options of a running cluster, with this process's own values of unrecorded options."""
-        # The worker groups in this process's configuration are for new clusters.
-        return cls.read(recorded, name=name, create_mode="create", worker_groups={}, **own)
-
     def differing(self, given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
         """Return the names of the given options whose values differ from those of a running cluster."""
         return [

@@ -221,7 +221,9 @@ class Sharing:
                 f"Connected to running cluster {name} of {record.maker.words}{kept}. cluster.close() {how}"
             )
         own = {"shutdown_on_close": shutdown, "forward_dashboard": cluster.options.forward_dashboard}
-        cluster._take_options(Options.of_running(name, record.options, **own))
+        # The worker groups in this process's configuration are for new clusters.
+        own |= {"name": name, "create_mode": "create", "worker_groups": {}}
+        cluster._take_options(Options.read(record.options, **own))
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         following: Record | None = record
