@@ -406,7 +406,9 @@ class Journal:
         launched = [launch_of(session, key, processes.get(session)) for session, key in new.items()]
         for session, process in processes.items():
             if process.loss is not None or process.info.get("finished_at"):
-                self._ends[session] = _end_of(process)
+                finished = time_of(process.info, "finished_at")
+                ended = now if finished is None else int(finished.timestamp())
+                self._ends[session] = ended, process.loss or ""
         stopped = {*self._api.stopped}
         ends = []
         for session in stopped:
@@ -438,12 +440,6 @@ def launch_of(session: str, key: str, process: CMLProcess | None = None) -> Laun
         size=None if process is None else process.plan.size,
         group=None if process is None else process.group,
     )
-
-
-def _end_of(process: CMLProcess) -> tuple[int, str]:
-    """Return when a session ended, by the platform, and the cause if nobody asked for it."""
-    finished = time_of(process.info, "finished_at")
-    return int(time.time() if finished is None else finished.timestamp()), process.loss or ""
 
 
 class Keeper:
