@@ -634,6 +634,22 @@ async def test_a_keeper_that_yields_enters_a_session_whose_launch_was_answered_l
         assert arrived(cluster) == 1
 
 
+@simulated
+async def test_a_launch_that_is_answered_after_its_keeper_has_yielded_is_known_to_the_next_keeper(it):
+    creator = await create_elsewhere(it, name="shared", n_workers=1)
+    it.platform.configure({"sessions": 2}, waits_for_room=True)
+    async with rebuild("shared") as cluster:
+        with it.platform.hangs("launch_workers"):
+            await cluster.scale(2)
+            await eventually(lambda: it.platform.count("launch_workers") == 3)
+            creator.pause(30.0)
+            await eventually(lambda: is_keeper(cluster) and "shared-1" in cluster.workers)
+            await asyncio.sleep(40.0)
+        await eventually(lambda: len(it.platform.all) == 4)
+        await eventually(lambda: len(it.platform.live) == len(store.read("shared").sessions) == 3, 60.0)
+        await cluster.shutdown()
+
+
 @pytest.mark.slow
 @simulated
 async def test_a_session_that_is_launched_while_the_record_is_read_is_no_stray(it, monkeypatch, caplog):

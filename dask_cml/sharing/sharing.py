@@ -444,6 +444,8 @@ class Sharing:
                 await self.link.post_unreported()
             if is_picked:
                 await self._succeed(board)
+            elif self._cluster.api.live:  # of a launch that was answered late
+                await asyncio.to_thread(self.leave_sessions)
         if self.is_keeper and not self.is_subscribed:
             await self._subscribe()
         await self.role.take()
@@ -478,7 +480,6 @@ class Sharing:
         cluster = self._cluster
         logger.info("Cluster %s managed by another process", cluster.options.name)
         await cluster._stop_looking()
-        await asyncio.to_thread(self.leave_sessions)  # also one whose launch was answered late
         cluster._note_changes_by_hand()
         self.role = Follower(cluster, self.link, self.keeper.report())
         await self._let_go()
@@ -488,7 +489,7 @@ class Sharing:
         cluster = self._cluster
         cluster.groups.yield_adapting()
         await cluster.processes.close()
-        cluster.api.forget(*cluster.api.live)
+        await asyncio.to_thread(self.leave_sessions)
         cluster.workers.clear()
         await self.unsubscribe()
 
