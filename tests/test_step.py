@@ -7,7 +7,18 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, log_of, make, rebuild, simulate, step_in, step_out, supplied, target
+from clusters import (
+    arrived,
+    launch_late,
+    log_of,
+    make,
+    rebuild,
+    simulate,
+    step_in,
+    step_out,
+    supplied,
+    target,
+)
 from distributed import Client, Worker
 from simulated import running
 from simulated.faults import HTTPError, Mishap
@@ -18,6 +29,7 @@ from dask_cml.core.workers import Workers
 from dask_cml.private_files import read_file
 from dask_cml.records import store
 from dask_cml.sessions import process
+from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -237,6 +249,20 @@ async def test_a_session_whose_launch_ends_while_another_one_is_judged_is_not_st
     monkeypatch.setattr(workers, "claim", claim)
     assert await workers.find_unused() == {"first"}
     assert await workers.find_unused() == {"first", "second"}
+
+
+@simulated
+async def test_files_that_hang_delay_a_step_once_and_not_for_each_session(it, monkeypatch):
+    async with simulate(name="mine") as cluster:
+        it.platform.configure({"sessions": 1}, waits_for_room=True)
+        cluster.scale(4)
+        await eventually(lambda: len(cluster.workers) == 4)
+        for name in cluster.workers:
+            await launch_late(cluster, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "read_file", lambda _: time.sleep(60.0))
+            cluster.scale(5)
+            await eventually(lambda: "mine-4" in cluster.workers, 3 * timing.files)
 
 
 @pytest.mark.parametrize("second", ["exits", "waits", "waits unread"])

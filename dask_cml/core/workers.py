@@ -641,10 +641,10 @@ class Workers:
 
         Return the sessions that are no worker's.
         """
-        connected, unused, unknown = self.take_connected(), self.unused, set()
-        for session, name in unused.items():
-            if name not in connected and await self.claim(session, name) is None:
-                unknown.add(session)
+        connected, unused = self.take_connected(), self.unused
+        claimed = {session: name for session, name in unused.items() if name not in connected}
+        answers = await gather_or_cancel(*map(self.claim, claimed, claimed.values()))
+        unknown = {session for session, answer in zip(claimed, answers, strict=True) if answer is None}
         return (unused.keys() & self.unused.keys()) - unknown if unused else unknown
 
     async def claim(self, session: str, name: str, launch: Launch | None = None) -> bool | None:
