@@ -421,6 +421,21 @@ async def test_an_observer_replaces_no_scheduler_of_a_cluster_without_a_keeper(i
     assert await end_all(store.records()) == {"lab": None}
 
 
+@simulated
+async def test_a_lost_scheduler_that_wakes_after_the_next_one_was_refused_is_not_followed(it, monkeypatch):
+    async def wakes(self, *arguments):
+        if self.place.number == 0:
+            return it.platform.count("launch_workers") > 2
+        return await answers(self, *arguments)
+
+    answers = CMLScheduler.answers
+    async with supplied(name="lab", n_workers=1) as cluster:
+        monkeypatch.setattr(CMLScheduler, "answers", wakes)
+        it.platform.refuse(times=2, half_made=False)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: stands(it, cluster, 1))
+
+
 @pytest.mark.slow
 @simulated
 async def test_a_next_scheduler_that_answers_late_is_not_replaced(it, monkeypatch):

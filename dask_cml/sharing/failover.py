@@ -187,9 +187,10 @@ class Failover:
                 not_lost = not_launched or (is_next and last.keeper == self._link.id)
                 not_launched = False
                 try:
-                    scheduler = cluster.scheduler if number == cluster.place.number else None
+                    scheduler = cluster.scheduler  # the one before, if the last one was not launched
+                    is_last = scheduler is not None and scheduler.place.number == number
                     # Its session may only seem to have ended.
-                    if scheduler is not None and await scheduler.answers(scheduler.address, timing.retry):
+                    if scheduler and is_last and await scheduler.answers(scheduler.address, timing.retry):
                         return
                     if await self._launch_next(record, why, not_lost):
                         return
