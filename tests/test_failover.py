@@ -270,6 +270,17 @@ async def test_a_remote_of_another_session_leaves_a_crashed_scheduler_to_the_kee
 
 
 @simulated
+async def test_launches_of_the_next_scheduler_that_hang_do_not_come_true_as_many_schedulers(it):
+    async with supplied(name="lab", n_workers=1) as cluster:
+        launched = len(it.platform.all)
+        it.platform.plan("launch_workers", *[Mishap(before=900.0)] * 3)
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await asyncio.sleep(1000)
+        await eventually(lambda: stands(it, cluster, 1))
+        assert len(it.platform.all) - launched <= 3
+
+
+@simulated
 async def test_prune_leaves_a_cluster_alone_whose_manager_replaces_its_scheduler(it):
     creator = await create_elsewhere(it, name="lab", n_workers=1)
     async with rebuild("lab") as cluster:

@@ -201,7 +201,8 @@ class Failover:
                     why = str(error) if isinstance(error, CMLError) else repr(error)
                     logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
                     # It may answer later, also if only the platform's answer to its launch was lost.
-                    may_answer = cluster.place.number > number and not isinstance(error, SessionFailed)
+                    may_answer = may_answer or cluster.place.number > number
+                    may_answer = may_answer and not isinstance(error, SessionFailed)
                     if isinstance(error, LaunchRefused):
                         refused = refused or time.monotonic()
                         not_launched = time.monotonic() - refused < cluster.options.pending_timeout
@@ -247,10 +248,21 @@ class Failover:
                 )
             await asyncio.sleep(_PAUSES[min(restarts, len(_PAUSES) - 1)])
             restarts += 1
-        latest = await self._read(record, why)
+        latest, cluster = await self._read(record, why), self._cluster
         if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
             return False
-        return await self._launch(record, why, restarts, limit)
+        lost_at, workers = cluster.sharing.unreached_since or time.monotonic(), cluster.processes
+        # Once more under its number: as another scheduler, it would not wait for the launches that hang.
+        again = latest.scheduler.number == cluster.place.number and self._has_only_claimed(latest.scheduler)
+        if not (not_lost and again) and not await self._claim(record, why, restarts, limit):
+            return False
+        async with cluster._lock:
+            await workers.start(lambda: workers.launch(workers.ready, unasked=True))
+        cluster._begin_looking()
+        cluster._tell(
+            f"Cluster {record.name} connected to another scheduler after {time.monotonic() - lost_at:.0f} s"
+        )
+        return True
 
     async def _follow(self, record: Record) -> None:
         """Follow the last scheduler in the record as soon as it answers, which another process may keep."""
@@ -263,11 +275,9 @@ class Failover:
             )
         sharing.enter(record)
 
-    async def _launch(self, record: Record, why: str, restarts: int, limit: int) -> bool:
-        """Launch the next scheduler and all workers. Return False if another process does."""
+    async def _claim(self, record: Record, why: str, restarts: int, limit: int) -> bool:
+        """Prepare the launch of the next scheduler and all workers. Return False if another process does."""
         cluster, sharing, last = self._cluster, self._cluster.sharing, record.scheduler
-        workers = cluster.processes
-        lost_at = sharing.unreached_since or time.monotonic()
         cluster.groups.given(await files_in_time(store.given_names, record))
         anew = not sharing.is_keeper
         keeper = Keeper(cluster, self._link, record, last.term) if anew else sharing.keeper
@@ -297,18 +307,18 @@ class Failover:
             cluster._move(replace(cluster.place, number=number))
             self._link.rank = Rank.OWNER  # the next sessions belong to this one
             keeper.renew()
-            await workers.start(lambda: workers.launch(workers.ready, unasked=True))
-        cluster._begin_looking()
-        cluster._tell(
-            f"Cluster {record.name} connected to another scheduler after {time.monotonic() - lost_at:.0f} s"
-        )
         return True
+
+    def _has_only_claimed(self, last: SchedulerState) -> bool:
+        """Return whether this process has claimed to launch the last scheduler, and has not launched it."""
+        scheduler = self._cluster.scheduler
+        is_launched = scheduler is not None and scheduler.place.number == last.number
+        return last.keeper == self._link.id and not is_launched
 
     async def give_up(self, record: Record) -> None:
         """Let another process launch the next scheduler if this one, which leaves, has claimed that only."""
-        latest, scheduler = await asyncio.to_thread(store.refreshed, record), self._cluster.scheduler
-        is_launched = scheduler is not None and scheduler.place.number == latest.scheduler.number
-        if latest.scheduler.keeper == self._link.id and not is_launched:
+        latest = await asyncio.to_thread(store.refreshed, record)
+        if self._has_only_claimed(latest.scheduler):
             await asyncio.to_thread(store.give_up_scheduler, latest)
 
     async def _stop_all(self, record: Record, keeper: Keeper) -> None:
