@@ -153,7 +153,7 @@ class NoSuchCluster(CMLError, LookupError):
         self.known = known
 
 
-def reason_of(error: BaseException) -> str:
+def reason_of(error: object) -> str:
     """Return an error as words for users: an error of the operating system names its file first."""
     if isinstance(error, OSError) and not isinstance(error, CMLError) and error.strerror:
         return error.strerror if error.filename is None else f"cannot use {error.filename}: {error.strerror}"

@@ -1,6 +1,8 @@
 """Starts that fail: the error says why, and no session is left."""
 
 import asyncio
+import errno
+import os
 import re
 import time
 import traceback
@@ -10,7 +12,8 @@ from clusters import arrived, simulate
 from simulated.testing import eventually, simulated
 from testbed import faults
 
-from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, protocol
+from dask_cml import CMLCluster, CMLError, LaunchRefused, NotPrivate, SchedulerTimeout, protocol
+from dask_cml.options import state_directory
 from dask_cml.sessions import here
 from dask_cml.sessions.process import CMLScheduler
 
@@ -125,3 +128,22 @@ async def test_a_cluster_starts_with_fewer_workers_if_it_is_scaled_down_while_th
     async with cluster:
         await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)
         assert it.platform.count("launch_workers") == 2
+
+
+@simulated
+async def test_a_start_in_a_folder_of_others_says_so_once(it, caplog):
+    state_directory().chmod(0o775)
+    with pytest.raises(NotPrivate, match=r"has mode 0775, .*: run `chmod 700 "):
+        await simulate()
+    assert not caplog.messages
+
+
+@simulated
+async def test_a_start_on_a_full_disk_names_the_folder(it, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        await simulate(name="lab")
+    assert caught.value.filename == str(state_directory() / "lab")

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dask_cml import output
-from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.errors import CMLError, LaunchRefused, reason_of
 from dask_cml.words import first_line, printable, table
 
 # Dask imports this with each of its commands, so functions import slow modules themselves.
@@ -99,7 +99,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
-    return printable(first_line(str(error))) or type(error).__name__
+    return printable(first_line(reason_of(error))) or type(error).__name__
 
 
 def echo(text: str = "", *, err: bool = False) -> None:

@@ -26,7 +26,7 @@ from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTim
 from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
-from dask_cml.private_files import make_folder
+from dask_cml.private_files import NotPrivate, make_folder
 from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Report, Request
 from dask_cml.records import store
 from dask_cml.records.history import Usage, find_ended, kept_logs, stop_and_remove, usage_of
@@ -171,6 +171,10 @@ class Sharing:
             except ClusterExists:
                 if mode == "create":
                     raise
+            except OSError as error:
+                if error.errno and error.filename is None:  # of a full disk
+                    error.filename = str(self._cluster.place.folder)
+                raise
         await self._connect()
         return False
 
@@ -185,7 +189,11 @@ class Sharing:
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
         board = keeper.first_board(SchedulerState(hours=limits().get("hours"), orphan_timeout=orphan_timeout))
         keeper.term = board["term"]
-        await take_name(record, board, cluster.api)
+        try:
+            await take_name(record, board, cluster.api)
+        except NotPrivate:
+            self.record = None  # it was not created, and cannot be read
+            raise
         await asyncio.to_thread(fill_folder, options, cluster.place, keys)
         cluster._move(replace(cluster.place, record=record.id, security=security))
         if not record.maker.serves and not self.has_own_name:  # the web UI creates for several users
