@@ -64,6 +64,8 @@ class Episode:
         self.away: set[str] = set()
         #: The schedulers that somebody has stopped although they ran and nobody wanted their end.
         self.stopped_schedulers: list[str] = []
+        #: How many lines the story had before the last request.
+        self.n_told = 0
         self._stopped = world.sessions.stopped
         world.sessions.stopped = self._note_stop  # type: ignore[method-assign]
 
@@ -427,7 +429,7 @@ class Episode:
             for task in actor.under_way:
                 await self._until_done(task, f"what {actor.name} does")
         await asyncio.sleep(2.0)  # until the scheduler has written the groups that were added
-        began = time.monotonic()
+        began, self.n_told = time.monotonic(), len(self.outcome.story)
         record = self.record()
         if record is None:
             return
@@ -546,7 +548,7 @@ class Episode:
             live = {id: key for id, key in live.items() if id in record.sessions}
         # A half-made session whose refusal was lost is listed like a queued one, for ever.
         runs = [key for id, key in live.items() if not self.platform.all[id].half_made]
-        if Counter(map(_group_of, live.values())) != +Counter(wanted):
+        if Counter(map(_group_of, live.values())) != +Counter(self._unless_refused(wanted)):
             found.append(f"sessions {sorted(live.values())}")
         if recorded := {key for key in record.sessions.values() if key != "scheduler"} ^ {*live.values()}:
             found.append(f"the record differs in {sorted(recorded)}")
@@ -571,6 +573,12 @@ class Episode:
                 if +Counter(known) != Counter(map(_group_of, runs)):
                     found.append(f"{actor.name} knows of {known}")
         return found
+
+    def _unless_refused(self, wanted: dict[str, int]) -> dict[str, int]:
+        """Return what is wanted, without groups of which its user was told that they are deleted meanwhile."""
+        told = "\n".join(self.outcome.story[self.n_told :])
+        refused = 'refused: ValueError("invalid worker_group={!r}'
+        return {group: n for group, n in wanted.items() if refused.format(group) not in told}
 
     def _dask_names(self, record: Record, key: str) -> list[str]:
         group = _group_of(key)
