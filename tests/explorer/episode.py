@@ -575,7 +575,7 @@ class Episode:
         return found
 
     def _unless_refused(self, wanted: dict[str, int]) -> dict[str, int]:
-        """Return what is wanted, without groups of which its user was told that they are deleted meanwhile."""
+        """Return what is wanted, without groups of which its user was told that they are deleted by now."""
         told = "\n".join(self.outcome.story[self.n_told :])
         refused = 'refused: ValueError("invalid worker_group={!r}'
         return {group: n for group, n in wanted.items() if refused.format(group) not in told}
