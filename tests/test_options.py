@@ -385,12 +385,6 @@ def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
     assert adaptive_bounds(options, (None, "32 GiB", None), (None, "48 GiB", None), ()) == (2, 3)
 
 
-def test_a_minimum_that_exceeds_a_limit_is_named_as_it_was_given():
-    words = "invalid minimum_cores=7: expected at most 2 sessions, because cml.limits.sessions is 2"
-    with dask.config.set({"cml.limits.sessions": 2}), pytest.raises(ValueError, match=words):
-        adaptive_bounds(Options.read(cpu=2, memory=16), (None, None, 7), NONE, ())
-
-
 def test_more_sessions_than_a_cluster_can_have_are_refused():
     options = Options.read(cpu=2, memory=16)
     too_many = {"": (MANY, None, None), "_memory": (None, "900 PiB", None), "_cores": (None, None, MANY)}

@@ -426,9 +426,7 @@ def adaptive_bounds(
     least, most = math.ceil(lower), upper if math.isinf(upper) else math.floor(upper)
     if most < least:
         raise ValueError(f"invalid {highest}: expected at least {least} worker sessions, with {lowest}")
-    fit, name = room(options.worker, others)
-    if least > fit:
-        raise ValueError(f"invalid {lowest}: expected at most {fit} sessions, because {describe(name)}")
+    check_room("minimum", least, options.worker, others)
     if math.isinf(most):
         # At least one, so that adaptive scaling logs the limit if no session fits.
         most = max(1, room(options.worker, others[:1])[0])
