@@ -281,6 +281,18 @@ async def test_launches_of_the_next_scheduler_that_hang_do_not_come_true_as_many
 
 
 @simulated
+async def test_what_is_asked_for_while_the_next_scheduler_is_refused_is_known_to_whoever_launches_it(it):
+    async with supplied(name="lab", n_workers=1) as cluster:
+        it.platform.configure({"sessions": 0})
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: store.read("lab").scheduler.number == 1)
+        cluster.scale(2)
+        await eventually(lambda: store.read("lab").scheduler.groups["default"].target == 2)
+        it.platform.configure()
+        await eventually(lambda: stands(it, cluster, 2))
+
+
+@simulated
 async def test_prune_leaves_a_cluster_alone_whose_manager_replaces_its_scheduler(it):
     creator = await create_elsewhere(it, name="lab", n_workers=1)
     async with rebuild("lab") as cluster:

@@ -252,9 +252,12 @@ class Failover:
         if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
             return False
         lost_at, workers = cluster.sharing.unreached_since or time.monotonic(), cluster.processes
-        # Once more under its number: as another scheduler, it would not wait for the launches that hang.
-        again = latest.scheduler.number == cluster.place.number and self._has_only_claimed(latest.scheduler)
-        if not (not_lost and again) and not await self._claim(record, why, restarts, limit):
+        # Once more under its number: as another scheduler, it would not wait for the launches that hang. But
+        # others only know what was wanted when it was claimed.
+        last = latest.scheduler
+        again = last.number == cluster.place.number and last.groups == cluster.groups.described
+        again = again and not_lost and self._has_only_claimed(last)
+        if not again and not await self._claim(record, why, restarts, limit):
             return False
         async with cluster._lock:
             await workers.start(lambda: workers.launch(workers.ready, unasked=True))
