@@ -59,6 +59,8 @@ class Log:
     ----------
     path : str
         The path of the file.
+    cluster : _Cluster, optional
+        The session's cluster. Nothing is written into the folder of another one that has its name since.
 
     Attributes
     ----------
@@ -66,8 +68,9 @@ class Log:
         The end of what was written here.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, cluster: _Cluster | None = None) -> None:
         self._path = path
+        self._cluster = cluster
         self._missing = 0
         #: The size of the file after the last write.
         self._size = 0
@@ -78,6 +81,8 @@ class Log:
         """Append output, if possible."""
         with self._writing:
             self.end = (self.end + output)[-_KEPT:]
+            if self._cluster and _record_in(self._cluster.folder) not in (None, self._cluster.record):
+                return
             try:
                 with open(self._path, "ab", opener=_safely) as file:
                     if self._missing:
@@ -203,7 +208,8 @@ def run(
     if why is not None:
         print(f"{program} not started: {why}", flush=True)
         return
-    output = Log(log)
+    is_inside = record is not None and log.startswith(os.path.join(folder, ""))
+    output = Log(log, cluster if is_inside else None)
     try:
         env, temporary = _environment(expanded_variables)
         command = [*command, *(_expand(word, env) for word in words)]
@@ -344,7 +350,7 @@ def _why_over(cluster: _Cluster) -> str | None:
     NFS may cache for long that something does not exist. Listing the folder that contains it refreshes this.
     """
     names = _list(cluster.folder) or []
-    found = _read_json(os.path.join(cluster.folder, "record.json")).get("id")
+    found = _record_in(cluster.folder)
     if found is None and _is_gone(cluster.folder):
         return "its cluster was deleted"
     if cluster.record is not None and found not in (None, cluster.record):
@@ -356,6 +362,11 @@ def _why_over(cluster: _Cluster) -> str | None:
         if closed is not None:
             return f"its cluster has ended: {closed}"
     return None
+
+
+def _record_in(folder: str) -> str | None:
+    """Return the id of the record in a cluster's folder. Return None if it is not known now."""
+    return _read_json(os.path.join(folder, "record.json")).get("id")
 
 
 def _list(folder: str) -> list[str] | None:

@@ -111,6 +111,17 @@ def test_a_session_without_a_place_for_temporary_files_says_so_and_they_go_after
     assert log.read_text().endswith("No space left on device\n[it exited with status 127]\n")
 
 
+def test_a_session_that_ends_late_writes_nothing_into_the_folder_of_another_cluster_with_the_name(tmp_path):
+    folder, kept = tmp_path / "mine", tmp_path / "kept.log"
+    folder.mkdir()
+    (folder / "record.json").write_text('{"id": "0123"}')
+    for record, log in ("9999", folder / "log"), ("0123", folder / "log"), ("9999", kept):
+        command = [sys.executable, "-c", f"print({record!r})"]
+        wrapper.run(command, str(log), "it", str(folder), record=record)
+    assert (folder / "log").read_text() == "0123\n[it exited with status 0]\n"
+    assert kept.read_text() == "9999\n[it exited with status 0]\n"
+
+
 # -- a log's limit
 
 #: What the logs of these tests keep of their beginning and of their end, in bytes.
