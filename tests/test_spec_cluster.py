@@ -94,7 +94,7 @@ async def test_a_worker_is_replaced_by_its_own_spec(it):
         cluster.worker_spec["large"] = {**cluster.new_spec, "options": own}
         with pytest.raises(ValueError, match=r"invalid worker_spec\['other'\] of type dict: expected"):
             cluster.worker_spec["other"] = {"options": {"memory": 8}}
-        for name in ("", "a/b", "a\n", "cluster", "scheduler", "mine-scheduler"):
+        for name in ("", ".", "..", "a/b", "a\n", "cluster", "scheduler", "mine-scheduler"):
             with pytest.raises(ValueError, match="invalid worker name="):
                 cluster.worker_spec[name] = cluster.new_spec
         cluster.worker_spec["other"] = {"cls": Elsewhere}
