@@ -260,7 +260,7 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
 
 
 def worker_name(value: str) -> str:
-    """Check a worker's name, by which its files are called beside those of the scheduler and the cluster."""
+    """Check a worker's name. No file that is called by it may be the scheduler's or the cluster's."""
     expected = f"printable characters without '/', neither {OWN_LOG!r} nor with {SCHEDULER!r} at the end"
     valid = value.isprintable() and value not in ("", ".", "..", OWN_LOG) and not value.endswith(SCHEDULER)
     return _valid("worker name", value, valid and "/" not in value, expected)

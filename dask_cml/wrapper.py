@@ -323,8 +323,7 @@ def _start(cluster: _Cluster, name: str, entry: str | None) -> str | None:
         return "another session has its name"
     sessions = os.path.join(cluster.folder, "sessions")
     # Usually, the keeper has entered it.
-    is_entered = any(file.startswith(f"{session},") for file in _list(sessions) or ())
-    if entry and session and not is_entered:
+    if entry and session and not any(file.startswith(f"{session},") for file in _list(sessions) or ()):
         owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
         file = entry.format(id=session, owner=owner, launched=launched)
         try:

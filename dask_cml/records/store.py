@@ -1160,15 +1160,7 @@ async def wait_until_running(record: Record) -> Record:
 
 
 async def _later(record: Record, listing: Mapping[str, SessionInfo]) -> Record:
-    """Return the record of a cluster a moment later.
-
-    Raises
-    ------
-    NoSuchCluster
-        If the cluster is deleted meanwhile.
-    CMLError
-        If it has ended.
-    """
+    """Return the record of a cluster a moment later. Raise an error if it has ended or is deleted by then."""
     finding = await asyncio.to_thread(seen, record, listing)
     if finding.state is State.DEAD:
         raise CMLError(
