@@ -996,7 +996,7 @@ class CMLCluster(SpecCluster):
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
         # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost: another replaces it.
-        # It keeps its last answer as `scheduler_info`, although the keeper may know of more workers by now.
+        # It keeps its last answer as `scheduler_info`, although this process may know of more workers by now.
         patience = timeout and checks.seconds("timeout", timeout)
         deadline = math.inf if patience is None else time.monotonic() + patience
         n_running = 0
@@ -1010,9 +1010,8 @@ class CMLCluster(SpecCluster):
                 else:
                     workers, running = answer["workers"], Status.running.name
                     n_running = sum(info["status"] == running for info in workers.values())
-                    if self.sharing.is_keeper:
-                        known = self.scheduler_info["workers"]
-                        workers = {address: workers.get(address, known[address]) for address in known}
+                    known = self.scheduler_info["workers"]
+                    workers = {address: workers.get(address, known[address]) for address in known}
                     self.scheduler_info = SchedulerInfo({**answer, "workers": workers})
                     if n_workers <= min(n_running, len(workers)):
                         return

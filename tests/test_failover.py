@@ -27,6 +27,7 @@ from clusters import (
     folder_of,
     is_connected,
     is_keeper,
+    is_subscribed,
     lines_of,
     log_of,
     look_now,
@@ -313,11 +314,11 @@ async def test_a_scheduler_is_replaced_soon_whose_session_ends_after_its_connect
         await asyncio.sleep(1.0)
         it.platform.evict(session)
         broken = mock.Mock(side_effect=OSError)  # the connection, again
-        with mock.patch.object(Cluster, "_sync_cluster_info", broken):
+        with mock.patch.object(Cluster, "_watch_worker_status", broken):
             await eventually(lambda: scheduler_number(cluster) == 1, 6.0)
             await eventually(lambda: is_connected(cluster) and "lab-1" in it.platform.running)
         it.platform.evict(it.platform.running["lab-1"])
-        await eventually(lambda: "lab-2" in it.platform.running and cluster._sync_cluster_info_task)
+        await eventually(lambda: "lab-2" in it.platform.running and is_subscribed(cluster))
 
 
 @simulated

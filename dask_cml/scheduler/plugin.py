@@ -467,11 +467,18 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return known_demand(self._scheduler, self._cluster, self._scatters)
 
     def subscribe_worker_status(self, comm: Comm) -> dict[str, Any]:
-        """Describe the workers to the keeper instead of the last one. Dask's plugin warns of another one."""
-        last = self._scheduler.plugins.pop(WorkerStatusPlugin.name, None)
-        if isinstance(last, WorkerStatusPlugin):
-            last.bcomm.abort()
-        return self._scheduler.subscribe_worker_status(comm)
+        """Describe the workers to one more process. Dask's own plugin does so to the last one only."""
+        scheduler = self._scheduler
+        for name, plugin in [*scheduler.plugins.items()]:
+            if isinstance(plugin, WorkerStatusPlugin) and plugin.bcomm.closed():
+                plugin.bcomm.abort()
+                scheduler.remove_plugin(name)
+        workers = scheduler.subscribe_worker_status(comm)
+        plugin = scheduler.plugins.pop(WorkerStatusPlugin.name)
+        # By which it removes itself once the process has left.
+        plugin.name = f"{WorkerStatusPlugin.name} {comm.peer_address}"  # type: ignore[attr-defined]
+        scheduler.add_plugin(plugin)
+        return workers
 
     def notice(self, names: Collection[str]) -> None:
         """Let Dask workers leave whose session the platform is about to stop, and tell the watchers.

@@ -19,7 +19,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from distributed.comm.core import Comm
-from distributed.objects import SchedulerInfo
 from distributed.security import Security
 
 from dask_cml import output, protocol
@@ -62,8 +61,6 @@ logger = get_logger(__name__)
 _MOST_EVENTS = 10_000
 #: Maximum number of characters of a line for clients.
 _LONGEST_LINE = 2000
-#: Dask workers whose description a process reads in a second, at most.
-_DESCRIPTIONS = 500
 
 
 class Link:
@@ -800,9 +797,6 @@ class Follower:
         self._report = report
         #: Whether ``worker_spec`` was changed by hand since the last step, which refuses that.
         self._is_changed = False
-        #: Up to which move the Dask workers of which scheduler are known, and when they were read.
-        self._known_moves: tuple[str | None, int] | None = None
-        self._read_workers_at = 0.0
 
     # -- what is
 
@@ -819,25 +813,8 @@ class Follower:
     # -- the board
 
     async def take(self) -> None:
-        """Show what the board says.
-
-        Raises
-        ------
-        OSError, asyncio.TimeoutError, CMLError
-            If the scheduler does not answer.
-        ValueError
-            If the keeper's report is invalid.
-        """
+        """Show what the board says, see :meth:`show`."""
         self.show()
-        pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
-        moves = self._link.address, self._link.board.moves
-        if moves != self._known_moves and time.monotonic() - self._read_workers_at > pause:
-            self._read_workers_at, known = time.monotonic(), self._cluster.scheduler_info
-            identity = await self._link.ask("identity")
-            # Unless wait_for_workers has stored another answer meanwhile, which may be newer: ask again then.
-            if self._cluster.scheduler_info is known:
-                self._cluster.scheduler_info = SchedulerInfo(identity)
-                self._known_moves = moves
 
     def show(self) -> None:
         """Show what is wanted.

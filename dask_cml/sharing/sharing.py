@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 from dask.utils import parse_timedelta
 from distributed.core import Status, rpc
-from distributed.deploy.cluster import Cluster
 from distributed.objects import SchedulerInfo
 from distributed.utils import NoOpAwaitable
 
@@ -270,11 +269,10 @@ class Sharing:
     async def join(self, address: str) -> None:
         """Connect to the scheduler that this process has launched."""
         await self._join_within(self._cluster.options.scheduler_timeout, address)
-        if self.link.board.keeper == self.link.id:
-            try:
-                await self._subscribe()
-            except Exception as error:  # it is tried again at the next look at the board
-                self._note_error(error, "reached")
+        try:
+            await self._subscribe()
+        except Exception as error:  # it is tried again at the next look at the board
+            self._note_error(error, "reached")
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
@@ -324,17 +322,14 @@ class Sharing:
     async def _connect_dask(self, address: str) -> None:
         """Let Dask's classes talk to the scheduler at an address from now on."""
         cluster = self._cluster
+        await self.unsubscribe()
         if cluster.scheduler_comm is not None:
             with contextlib.suppress(Exception):  # of Dask's comm, which may be broken in any way
                 await within(timing.retry, cluster.scheduler_comm.close_rpc())
         cluster.scheduler_comm = rpc(address, connection_args=self.link.connection_args)
         for callback in cluster.periodic_callbacks.values():
             callback.start()
-        self._note_running()
-
-    def _note_running(self) -> None:
-        """Note that the cluster runs, unless it is closing already."""
-        self._cluster.status = Status.closing if self._cluster.ending.has_begun else Status.running
+        cluster.status = Status.closing if cluster.ending.has_begun else Status.running
 
     @property
     def is_subscribed(self) -> bool:
@@ -343,26 +338,33 @@ class Sharing:
         return task is not None and not task.done()
 
     async def _subscribe(self) -> None:
-        """Follow the scheduler's workers by Cluster._start (cluster.py:123), within a time limit.
+        """Follow the scheduler's workers, as Cluster._start (cluster.py:123) does, within a time limit.
 
-        The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
+        Cluster._start also writes the cluster's name and class into the scheduler every second. The record
+        has them.
         """
         await self.unsubscribe()
         try:
-            await within(timing.answer, Cluster._start(self._cluster))
-        except BaseException:  # perhaps after it has begun to follow them
+            await within(timing.answer, self._begin_to_follow_workers())
+        except BaseException:
             await self.unsubscribe()
             raise
-        self._note_running()  # Cluster._start says so of an object that is closing, too
+
+    async def _begin_to_follow_workers(self) -> None:
+        cluster = self._cluster
+        assert cluster.scheduler_comm is not None
+        cluster._watch_worker_status_comm = comm = await cluster.scheduler_comm.live_comm()
+        await comm.write({"op": "subscribe_worker_status"})
+        cluster.scheduler_info = SchedulerInfo(await comm.read())
+        cluster._watch_worker_status_task = asyncio.create_task(cluster._watch_worker_status(comm))
 
     async def unsubscribe(self) -> None:
         """Follow the scheduler's workers no more."""
         cluster = self._cluster
         if cluster._watch_worker_status_comm is not None:
             cluster._watch_worker_status_comm.abort()
-        await cancel(cluster._watch_worker_status_task, cluster._sync_cluster_info_task)
+        await cancel(cluster._watch_worker_status_task)
         cluster._watch_worker_status_comm = cluster._watch_worker_status_task = None
-        cluster._sync_cluster_info_task = None
 
     def forget_workers(self) -> None:
         """Know of no Dask worker, because their scheduler is gone."""
@@ -447,6 +449,8 @@ class Sharing:
         is_picked = board.keeper == self.link.id
         if self.is_keeper and not (is_picked and board.term == self.keeper.term):
             await self.yield_cluster()
+        if not self.is_subscribed:
+            await self._subscribe()
         if not self.is_keeper:
             if self.link.unreported:  # else a post that is not answered would delay a takeover
                 await self.link.post_unreported()
@@ -454,8 +458,6 @@ class Sharing:
                 await self._succeed(board)
             elif self._cluster.api.live:  # of a launch that was answered late
                 await asyncio.to_thread(self.leave_sessions)
-        if self.is_keeper and not self.is_subscribed:
-            await self._subscribe()
         await self.role.take()
 
     async def _succeed(self, board: BoardState) -> None:
@@ -467,7 +469,7 @@ class Sharing:
             record = await files_in_time(store.read_again, self.record)
             given = await files_in_time(store.given_names, record)
             keeper = Keeper(cluster, self.link, record, board.term)
-            await self._subscribe()
+            await self._subscribe()  # anew: a process that was frozen has not read the last changes yet
             async with cluster._lock:
                 cluster.groups.given(given)
                 await keeper.succeed(report, given)
@@ -499,7 +501,6 @@ class Sharing:
         await cluster.processes.close()
         await asyncio.to_thread(self.leave_sessions)
         cluster.workers.clear()
-        await self.unsubscribe()
 
     def request(self, request: Request) -> Awaitable[None]:
         """Carry out what is asked for in this process, or ask the keeper, in a task that nobody must await.

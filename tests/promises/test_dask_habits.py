@@ -120,12 +120,7 @@ async def test_the_idle_time_is_right_although_clocks_differ(it):
         assert "min" not in repr(cluster)
 
 
-LAG = "a notebook that does not manage the cluster learns of workers up to a second after the scheduler"
-
-
-@pytest.mark.parametrize(
-    "by", ["cluster", pytest.param("name", marks=pytest.mark.xfail(strict=True, reason=LAG))]
-)
+@pytest.mark.parametrize("by", ["cluster", "name"])
 @simulated
 async def test_no_worker_is_pending_after_wait_for_workers_in_a_second_notebook(it, by):
     async with simulate(name="lab", n_workers=1):
