@@ -256,6 +256,7 @@ class Sharing:
         cluster = self._cluster
         self.record = record
         self.link.forget()
+        self.forget_workers()
         self.link.rank = self._rank(record)
         number, security = record.scheduler.number, record.get_security()
         cluster._move(replace(cluster.place, number=number, record=record.id, security=security))
