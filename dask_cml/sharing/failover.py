@@ -156,11 +156,12 @@ class Failover:
             If no other scheduler replaces it.
         """
         cluster = self._cluster
-        # The number of the last scheduler in the record, and when the platform has refused a launch first.
-        number, refused = -1, None
-        # Of the last attempt of this process: whether it has launched none as far as it knows, so that none
-        # was lost, and whether one may still answer. Both, if only the answer to its launch was lost.
-        not_launched, may_answer = False, False
+        # The numbers of the last scheduler in the record, and of the last one that has ended. A later one may
+        # still answer, also if only the platform's answer to its launch was lost.
+        number, lost = -1, cluster.place.number
+        # When the platform has refused a launch first, and whether the last attempt of this process has
+        # launched no scheduler as far as it knows. Then none was lost.
+        refused, not_launched = None, False
         while True:
             try:
                 record = await self._read(record, why)
@@ -173,24 +174,22 @@ class Failover:
                 await cluster.sharing.yield_cluster()  # another process has kept the cluster meanwhile
             if last.number != number:
                 number, since = last.number, time.monotonic()
-            is_next = number > cluster.place.number
+            is_next = number > lost
             if is_next and last.protocol not in (None, protocol.PROTOCOL):
                 spoken = f"protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
                 cluster.sharing.note_unreached(f"its next scheduler speaks {spoken}")
                 await asyncio.sleep(timing.retry)
                 continue
-            if (is_next or may_answer) and last.address is not None:
+            if is_next and last.address is not None:
                 await self._follow(record)
                 return
             if self._is_to_launch(last, time.monotonic() - since):
                 # A file system may fail between the claim of this process and its launch.
-                not_lost = not_launched or (is_next and last.keeper == self._link.id)
+                not_lost = not_launched or (number > cluster.place.number and last.keeper == self._link.id)
                 not_launched = False
                 try:
-                    scheduler = cluster.scheduler  # the one before, if the last one was not launched
-                    is_last = scheduler is not None and scheduler.place.number == number
-                    # Its session may only seem to have ended.
-                    if scheduler and is_last and await scheduler.answers(scheduler.address, timing.retry):
+                    known = self._known(last)  # whose session may only seem to have ended
+                    if known and known.address and await known.answers(known.address, timing.retry):
                         return
                     if await self._launch_next(record, why, not_lost):
                         return
@@ -200,9 +199,8 @@ class Failover:
                     await cluster.processes.stop_launching()  # until another scheduler runs
                     why = str(error) if isinstance(error, CMLError) else repr(error)
                     logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
-                    # It may answer later, also if only the platform's answer to its launch was lost.
-                    may_answer = may_answer or cluster.place.number > number
-                    may_answer = may_answer and not isinstance(error, SessionFailed)
+                    if isinstance(error, SessionFailed):
+                        lost = cluster.place.number
                     if isinstance(error, LaunchRefused):
                         refused = refused or time.monotonic()
                         not_launched = time.monotonic() - refused < cluster.options.pending_timeout
@@ -293,8 +291,7 @@ class Failover:
             return False
         keeper.term = board["term"]
         sharing.keep(keeper)
-        lost = cluster.scheduler
-        if isinstance(lost, CMLScheduler) and last.number == cluster.place.number:
+        if (lost := self._known(last)) is not None:
             loss = await lost.why_lost()
             await lost.note_loss(loss)
             if lost.session_id is not None and lost.session_id == last.session:
@@ -314,9 +311,12 @@ class Failover:
 
     def _has_only_claimed(self, last: SchedulerState) -> bool:
         """Return whether this process has claimed to launch the last scheduler, and has not launched it."""
-        scheduler = self._cluster.scheduler
-        is_launched = scheduler is not None and scheduler.place.number == last.number
-        return last.keeper == self._link.id and not is_launched
+        return last.keeper == self._link.id and self._known(last) is None
+
+    def _known(self, last: SchedulerState) -> CMLScheduler | None:
+        """Return the last scheduler. None: this process has neither launched nor followed it."""
+        scheduler: CMLScheduler | None = self._cluster.scheduler
+        return scheduler if scheduler is not None and scheduler.place.number == last.number else None
 
     async def give_up(self, record: Record) -> None:
         """Let another process launch the next scheduler if this one, which leaves, has claimed that only."""
