@@ -491,7 +491,7 @@ class Workers:
 
     async def _wait_and_join(self, scheduler: CMLScheduler) -> None:
         await scheduler
-        await self._cluster.sharing.join(str(scheduler.address))
+        await self._cluster.sharing.join()
 
     async def _watch(self) -> None:
         """Update workers from the platform's list, until cancelled."""

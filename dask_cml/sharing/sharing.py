@@ -121,11 +121,6 @@ class Sharing:
     # -- what is
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the scheduler answers."""
-        return self.link.connected
-
-    @property
     def is_keeper(self) -> bool:
         """Whether this process launches and stops the sessions, as far as it knows."""
         return isinstance(self.role, Keeper)
@@ -238,8 +233,7 @@ class Sharing:
             while following is not None:  # or another scheduler takes its place meanwhile
                 record = await store.wait_until_running(following)
                 self.enter(record)
-                join = self._join_within(patience, str(record.scheduler.address))
-                following = await first_of(join, store.replaced(record, cluster.api))
+                following = await first_of(self._join_within(patience), store.replaced(record, cluster.api))
         except SchedulerTimeout as error:
             advice = f"to stop its sessions, run {command('delete', name)}"
             raise CMLError(
@@ -267,9 +261,9 @@ class Sharing:
         scheduler.begin(time.time())
         cluster.api.forget(session or "")
 
-    async def join(self, address: str) -> None:
+    async def join(self) -> None:
         """Connect to the scheduler that this process has launched."""
-        await self._join_within(self._cluster.options.scheduler_timeout, address)
+        await self._join_within(self._cluster.options.scheduler_timeout)
         try:
             await self._subscribe()
         except Exception as error:  # it is tried again at the next look at the board
@@ -277,8 +271,8 @@ class Sharing:
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
-    async def _join_within(self, timeout: float, address: str) -> None:
-        """Connect to a scheduler, which may be busy.
+    async def _join_within(self, timeout: float) -> None:
+        """Connect to the present scheduler, which may be busy.
 
         Raises
         ------
@@ -287,8 +281,10 @@ class Sharing:
         CMLError
             If it belongs to another cluster, or has another protocol.
         """
-        assert self.record is not None
-        record, security = self.record, self._cluster.place.security
+        record, scheduler = self.record, self._cluster.scheduler
+        assert record is not None
+        assert scheduler is not None
+        address, security = str(scheduler.address), self._cluster.place.security
         deadline = time.monotonic() + timeout
         while True:
             is_last = time.monotonic() > deadline  # before the try: a process may be stopped for long
@@ -380,8 +376,7 @@ class Sharing:
         while True:
             try:
                 if self.link.address is None:
-                    assert cluster.scheduler is not None
-                    await self._join_within(timing.answer, str(cluster.scheduler.address))
+                    await self._join_within(timing.answer)
                 await self._take_board(await self.link.watch())
                 self._note_reached()
                 self._failure = None
