@@ -211,11 +211,14 @@ class Letter:
         The request.
     sender : str
         The id of the process whose user asks.
+    asked : int
+        Counts the requests of that process.
     """
 
     number: int
     request: Request
     sender: str = ""
+    asked: int = 0
 
 
 def after_mail(reported: Any, mail: Iterable[Letter]) -> dict[str, WantedGroup]:

@@ -36,6 +36,7 @@ from clusters import (
     n_supplied,
     rebuild,
     run_command,
+    scheduler_number,
     scheduler_of,
     sessions,
     shut_down,
@@ -295,6 +296,29 @@ async def test_the_next_manager_finds_the_dashboard_of_a_creator_that_was_killed
     async with succeeds() as cluster:
         await eventually(lambda: is_keeper(cluster))
         await eventually(lambda: store.read("shared").scheduler.app_url, 30.0)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["before the manager", "after the manager"])
+@simulated
+async def test_a_request_is_carried_out_once_although_the_scheduler_ends_before_it_writes_it(
+    it, seen, monkeypatch
+):
+    monkeypatch.setattr("dask_cml.scheduler.plugin._REST", 60.0)
+    async with supplied(name="shared", n_workers=1) as manager, succeeds() as remote:
+        await eventually(lambda: arrived(remote) == 1)
+        await remote.scale(3)
+        heal = cut_off(remote) if seen else None
+        await eventually(lambda: target(manager) == 3 or not seen)
+        it.platform.evict(it.platform.running["shared-scheduler"])
+        if seen:
+            await manager.scale(2)
+        await eventually(lambda: scheduler_number(manager) == 1)
+        if seen:
+            heal()
+        await eventually(lambda: scheduler_number(remote) == 1)
+        await eventually(lambda: has(manager, 2 if seen else 3))
+        await asyncio.sleep(20)
+        assert target(manager) == target(remote) == (2 if seen else 3)
 
 
 @contextlib.asynccontextmanager

@@ -699,7 +699,7 @@ class Board:
             )
         after(self.groups, request)
         last = self.mail[-1].number if self.mail else self.report.get("taken", 0)
-        self.mail.append(Letter(last + 1, request, sender))
+        self.mail.append(Letter(last + 1, request, sender, number))
         self.note_posted(sender, number)
 
     def note_posted(self, sender: str, number: int) -> None:

@@ -101,8 +101,9 @@ class Link:
         self.connected = False
         self.heard = time.monotonic()
         self._cluster, self._who = cluster, who
-        #: What this process has carried out for its users, and the scheduler may not have heard of. The
-        #: scheduler takes a request for a repeat if it knows a later one of this process. So requests reach
+        #: What users of this process have asked for, and no report is known to contain. A scheduler may end
+        #: before it has written what it has answered: the next one gets that again. The scheduler takes a
+        #: request for a repeat if it knows a later one of this process. So requests reach
         #: it in the order of their numbers: these before any later post, and all others, also the keeper's
         #: own, as posts as long as an earlier one is not answered (Sharing.request, Sharing.asked).
         self.unreported: dict[int, Request] = {}
@@ -117,6 +118,11 @@ class Link:
     def idle(self) -> float | None:
         """Time for which no task has waited or run, in seconds. None: some do, or did a moment ago."""
         return None if self.board.idle is None else self.board.idle + time.monotonic() - self.heard
+
+    @property
+    def unheard(self) -> dict[int, Request]:
+        """What users of this process have asked for, and the scheduler is not known to have heard of."""
+        return {number: request for number, request in self.unreported.items() if number > self.board.posted}
 
     async def join(self, address: str, security: Security | None, record: str) -> None:
         """Connect to the scheduler at an address, if it is this cluster's, and read the board.
@@ -193,6 +199,10 @@ class Link:
         self.heard = max(self.heard, asked)
         if not self.connected or board.revision >= self.board.revision:
             self.board = board
+            waiting = {letter.asked for letter in board.mail if letter.sender == self.id}
+            for number in [*self.unreported]:
+                if number <= board.posted and number not in waiting:
+                    del self.unreported[number]
         self.connected = True
         return board
 
@@ -218,9 +228,10 @@ class Link:
                     raise
                 # In its order. Another scheduler answers by now, or only the answer was lost.
                 await self._post(number, request)
+            self.unreported[number] = request
 
     async def post_unreported(self) -> None:
-        """Post what this process has carried out in a term that is over, and nobody may have heard of.
+        """Post what nobody may have heard of: of a term that is over, or of a scheduler that has ended.
 
         Raises
         ------
@@ -232,14 +243,14 @@ class Link:
 
     async def _post_unreported(self, before: float = math.inf) -> None:
         # In their order: the scheduler takes a late one for a repeat.
-        for number, request in [entry for entry in self.unreported.items() if entry[0] < before]:
+        for number, request in [entry for entry in self.unheard.items() if entry[0] < before]:
             try:
                 await self._post(number, request)
             except SchedulerTimeout:
                 raise
             except CMLError as error:  # it refuses that
                 logger.warning("Cluster %s not changed: %s", self._cluster, error)
-            self.unreported.pop(number, None)  # the last report may have been taken late
+                self.unreported.pop(number, None)
 
     async def _post(self, number: int, request: Request) -> None:
         try:
@@ -463,6 +474,8 @@ class Keeper:
 
     def __init__(self, cluster: CMLCluster, link: Link, record: Record, term: int) -> None:
         self.term, self.taken = term, 0
+        #: The numbers of the last requests of processes that are carried out, by their ids.
+        self._posted: dict[str, int] = {}
         self.journal = Journal(cluster.api, record)
         self._cluster, self._link, self._record = cluster, link, record
         self._maker = asdict(Maker.this_process())
@@ -524,6 +537,7 @@ class Keeper:
                 name = self._record.name
                 logger.warning("Request for cluster %s refused: %r", name, error)
             self.taken = letter.number
+            self._posted[letter.sender] = letter.asked
         return bool(new)
 
     # -- the report
@@ -583,7 +597,7 @@ class Keeper:
                 return
             # Others may be noted while the scheduler answers.
             report, events = self.report().to_json(), [*self._events]
-            asked = max(self._link.unreported, default=0)
+            asked = max(self._link.unheard, default=0)
             n_before = self._n_events - len(events)
             if report == self._published and not (events or asked or leaves):
                 return
@@ -594,8 +608,6 @@ class Keeper:
                 logger.info("Report on cluster %s not taken: %s", self._record.name, error)
                 return
             self._published = report
-            for number in [number for number in self._link.unreported if number <= asked]:
-                del self._link.unreported[number]
             while len(self._events) > self._n_events - n_before - len(events):
                 self._events.popleft()
 
@@ -725,17 +737,19 @@ class Keeper:
             Whether this process has only followed until now.
         """
         known, report, mail = self._link.board, Report.read(last.report), [*last.mail]
+        posted = last.posted.get(self._link.id, 0)
         # The lost scheduler may have answered, and ended before it wrote that.
         if last.number == self._cluster.place.number and known.revision > last.revision:
-            mail = [*known.mail]
+            mail, posted = [*known.mail], known.posted
             if known.report:
                 report = Report.read(known.report)
         if anew:
             self.restore(report, report.wanted)
-            # What this process has carried out in a term that is over, and nobody has heard of.
-            last_number, posted = mail[-1].number if mail else report.taken, last.posted.get(self._link.id, 0)
-            unheard = [request for asked, request in self._link.unreported.items() if asked > posted]
-            mail += map(Letter, count(last_number + 1), unheard)
+            # What users of this process have asked for, and nobody has heard of.
+            numbers = count(1 + (mail[-1].number if mail else report.taken))
+            for asked, request in self._link.unreported.items():
+                if asked > posted:
+                    mail.append(Letter(next(numbers), request, self._link.id, asked))
         self.carry_out(mail)
 
     def first_board(self, last: SchedulerState, restarts: int = 0) -> dict[str, Any]:
@@ -763,7 +777,7 @@ class Keeper:
             # The keeper connects after it has launched all workers.
             "patience": last.orphan_timeout and max(last.orphan_timeout, patience),
             "report": replace(self.report(), wanted={}, sessions=()).to_json(),
-            "posted": dict(last.posted),
+            "posted": {**last.posted, **self._posted},
             "restarts": restarts,
             "activity": dict(last.activity),
         }

@@ -448,7 +448,7 @@ class Sharing:
         if not self.is_subscribed:
             await self._subscribe()
         if not self.is_keeper:
-            if self.link.unreported:  # else a post that is not answered would delay a takeover
+            if self.link.unheard:  # else a post that is not answered would delay a takeover
                 await self.link.post_unreported()
             if is_picked:
                 await self._succeed(board)
