@@ -1128,7 +1128,7 @@ class CMLCluster(SpecCluster):
         self.worker_spec.clear()
         await self.processes.close_others()
         self.workers.clear()
-        self.sharing.forget()
+        await self.sharing.forget()
         # With this status, SpecCluster._close (spec.py:438) does only its last steps.
         self.status = Status.closing_gracefully
         with contextlib.suppress(asyncio.TimeoutError):

@@ -274,7 +274,7 @@ class Failover:
             cluster._tell(
                 f"Cluster {record.name} follows another scheduler, which another process has launched"
             )
-        sharing.enter(record)
+        await sharing.enter(record)
 
     async def _claim(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Prepare the launch of the next scheduler and all workers. Return False if another process does."""
@@ -299,9 +299,7 @@ class Failover:
         cluster._tell(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
         cluster._tell(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
         await cluster._stop_looking()
-        await sharing.unsubscribe()
-        self._link.forget()
-        sharing.forget_workers()
+        await sharing.forget_scheduler()
         async with cluster._lock:
             await self._stop_all(record, keeper)
             cluster._move(replace(cluster.place, number=number))

@@ -232,7 +232,7 @@ class Sharing:
         try:
             while following is not None:  # or another scheduler takes its place meanwhile
                 record = await store.wait_until_running(following)
-                self.enter(record)
+                await self.enter(record)
                 following = await first_of(self._join_within(patience), store.replaced(record, cluster.api))
         except SchedulerTimeout as error:
             advice = f"to stop its sessions, run {command('delete', name)}"
@@ -245,12 +245,11 @@ class Sharing:
         """Launch and stop the sessions from now on."""
         self.role = self.keeper = keeper
 
-    def enter(self, record: Record) -> None:
+    async def enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
         cluster = self._cluster
+        await self.forget_scheduler()
         self.record = record
-        self.link.forget()
-        self.forget_workers()
         self.link.rank = self._rank(record)
         number, security = record.scheduler.number, record.get_security()
         cluster._move(replace(cluster.place, number=number, record=record.id, security=security))
@@ -319,7 +318,6 @@ class Sharing:
     async def _connect_dask(self, address: str) -> None:
         """Let Dask's classes talk to the scheduler at an address from now on."""
         cluster = self._cluster
-        await self.unsubscribe()
         if cluster.scheduler_comm is not None:
             with contextlib.suppress(Exception):  # of Dask's comm, which may be broken in any way
                 await within(timing.retry, cluster.scheduler_comm.close_rpc())
@@ -363,8 +361,10 @@ class Sharing:
         await cancel(cluster._watch_worker_status_task)
         cluster._watch_worker_status_comm = cluster._watch_worker_status_task = None
 
-    def forget_workers(self) -> None:
-        """Know of no Dask worker, because their scheduler is gone."""
+    async def forget_scheduler(self) -> None:
+        """Forget the scheduler with its board and its Dask workers, because it is gone."""
+        await self.unsubscribe()
+        self.link.forget()
         known = self._cluster.scheduler_info
         self._cluster.scheduler_info = SchedulerInfo({**known, "workers": {}, "n_workers": 0})
 
@@ -620,10 +620,9 @@ class Sharing:
             logger.warning("Record of cluster %s not written: %s", record.name, error)
         api.forget(*live)
 
-    def forget(self) -> None:
-        """Forget the board and the Dask workers, because this object is closed."""
-        self.forget_workers()
-        self.link.board = BoardState()
+    async def forget(self) -> None:
+        """Forget all of the cluster, because this object is closed."""
+        await self.forget_scheduler()
         self.role = Follower(self._cluster, self.link, Report())
 
     async def why_closed(self) -> str | None:
