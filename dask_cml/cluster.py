@@ -784,7 +784,7 @@ class CMLCluster(SpecCluster):
                 )
             # The keeper, if there is one, abandons workers that do not answer while they move their data.
             connected = {info.get("name") for info in startup_information(self).values()}
-            is_kept = self.sharing.link.connected and self.sharing.link.board.keeper is not None
+            is_kept = self.sharing.is_connected and self.sharing.link.board.keeper is not None
             if len(left) < fewest or (is_kept and connected & ({*left} - staying)):
                 fewest, deadline = len(left), now + timing.finish
             elif now > deadline:
@@ -1001,7 +1001,7 @@ class CMLCluster(SpecCluster):
         deadline = math.inf if patience is None else time.monotonic() + patience
         n_running = 0
         while True:
-            if self.sharing.link.connected:
+            if self.sharing.is_connected:
                 limit = max(timing.collect, min(timing.answer, deadline - time.monotonic()))
                 try:
                     answer = await self.sharing.link.ask("identity", limit)
@@ -1018,7 +1018,7 @@ class CMLCluster(SpecCluster):
             self._check_running(f"{n_workers} workers not connected")
             self._check_that_workers_may_come(f"{n_running} of {n_workers} workers connected")
             if time.monotonic() > deadline:
-                problem = self.problem if self.sharing.link.connected else "the scheduler does not answer"
+                problem = self.problem if self.sharing.is_connected else "the scheduler does not answer"
                 why = f": {problem}" if problem else ""
                 raise TimeoutError(f"Only {n_running}/{n_workers} workers arrived after {timeout}{why}")
             await asyncio.sleep(timing.collect)

@@ -152,7 +152,7 @@ def describe(cluster: Any, sessions: Sequence[Session]) -> dict[str, str | None]
     limits = {group: cluster.groups.limits(group) for group in groups}
     bounds = {group: (adapt["minimum"], adapt["maximum"]) for group, adapt in limits.items() if adapt}
     scheduler = next((session for session in sessions if session.role == "scheduler"), None)
-    is_another = cluster.place.number and cluster.sharing.link.connected
+    is_another = cluster.place.number and cluster.sharing.is_connected
     return {
         "status": _status_words(cluster),
         "age": f"{board.age / 3600:.1f} of {round(board.most_age / 3600, 2):g} h" if board.most_age else "",
@@ -165,7 +165,7 @@ def describe(cluster: Any, sessions: Sequence[Session]) -> dict[str, str | None]
 
 
 def _status_words(cluster: Any) -> str:
-    if cluster.status == Status.running and not cluster.sharing.link.connected:
+    if cluster.status == Status.running and not cluster.sharing.is_connected:
         return "not connected to the scheduler"
     if cluster.status == Status.created:
         return "created" if cluster._starting is None else "starting"

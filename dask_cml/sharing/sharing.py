@@ -121,6 +121,11 @@ class Sharing:
     # -- what is
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the scheduler answers."""
+        return self.link.connected
+
+    @property
     def is_keeper(self) -> bool:
         """Whether this process launches and stops the sessions, as far as it knows."""
         return isinstance(self.role, Keeper)
