@@ -29,7 +29,7 @@ from distributed.utils import Log, Logs, in_async_call
 
 from dask_cml import checks, output
 from dask_cml.cancellation import cancel, end_of, gather_or_cancel, within
-from dask_cml.core.ending import Ending, How, end_at_exit, unclosed
+from dask_cml.core.ending import Ending, How, end_at_exit, open_clusters
 from dask_cml.core.groups import AdaptedCluster, CMLAdaptive, Groups, check_class
 from dask_cml.core.look import Look
 from dask_cml.core.workers import Workers, startup_information
@@ -1319,9 +1319,7 @@ class CMLCluster(SpecCluster):
         >>> [cluster.name for cluster in CMLCluster.open()]
         ['mine']
         """
-        clusters = [cluster for cluster in unclosed() if isinstance(cluster, cls)]
-        # Commands, lists and the scheduler's session have a rank of their own.
-        return [cluster for cluster in clusters if cluster._rank is None and cluster._starting is not None]
+        return [cluster for cluster in open_clusters() if isinstance(cluster, cls)]
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.

@@ -360,6 +360,11 @@ def unclosed() -> list[CMLCluster]:
     return [*_clusters]
 
 
+def open_clusters() -> list[CMLCluster]:
+    """Return those that users have started. Commands, lists and the scheduler's session have ranks."""
+    return [cluster for cluster in unclosed() if cluster._rank is None and cluster._starting is not None]
+
+
 def _handle_signals() -> None:
     """While clusters exist, let signals shut them down before the program ends, unless it handles them."""
     if threading.current_thread() is not threading.main_thread():

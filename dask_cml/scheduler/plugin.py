@@ -408,15 +408,15 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         url: str | None = self._board.report.get("app_url")
         return url if self._serves_dashboard else None
 
-    def _answer(self, watcher: str | None = None) -> dict[str, Any]:
+    def _answer(self, watcher: str) -> dict[str, Any]:
         """Return the board. The keeper gets it without its own report, but with the last keeper's."""
         board = self._board.to_json()
-        if watcher is not None and watcher == self._board.keeper and self._board.term == self._reported_term:
+        if watcher == self._board.keeper and self._board.term == self._reported_term:
             board["report"] = {}
         return {
             **board,
             "revision": self._revision,
-            "posted": self._board.posted.get(watcher or "", 0),
+            "posted": self._board.posted.get(watcher, 0),
             "leaving": [*self.leaving],
             "moves": self.moves,
             "problem": self._problem,
@@ -632,8 +632,6 @@ class Board:
         The id of the process that keeps the cluster at first.
     term : int
         Counts the keepers of the cluster.
-    mail : iterable of mapping
-        The requests that no keeper has carried out yet, see :class:`Letter`.
     posted : mapping of str to int
         The numbers of the last requests of processes, by their ids.
 

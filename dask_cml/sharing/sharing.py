@@ -19,7 +19,7 @@ from distributed.utils import NoOpAwaitable
 
 from dask_cml import compat, output
 from dask_cml.cancellation import block_within, cancel, files_in_time, first_of, within
-from dask_cml.core.ending import How, unclosed
+from dask_cml.core.ending import How, open_clusters
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, SchedulerTimeout
 from dask_cml.layout import SCHEDULER, log_folder
@@ -707,9 +707,8 @@ def name_others(cluster: CMLCluster) -> None:
 
     A cell that runs again may have left them. Whoever gives names wants several clusters.
     """
-    for other in unclosed():
-        is_users = other._starting is not None and other._rank is None and not other.sharing.has_own_name
-        if other is not cluster and is_users and other.sessions:
+    for other in open_clusters():
+        if other is not cluster and not other.sharing.has_own_name and other.sessions:
             name, age = other.options.name, format_duration(other.sessions[0].age)
             shut_down = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).shutdown()"
             cluster._tell(

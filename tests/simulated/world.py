@@ -26,7 +26,6 @@ from dask_cml.scheduler import plugin, resident
 from dask_cml.serve import clusters
 from dask_cml.sessions import here, workers_api
 from dask_cml.sessions import process as sessions
-from dask_cml.sharing import sharing
 
 from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
@@ -183,7 +182,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         *((module, "datetime", _Datetime) for module in (store, sessions)),
         (cluster, "end_at_exit", lambda cluster: _clusters().append(cluster)),
         (ending, "no_longer_end_at_exit", _forget),
-        *((module, "unclosed", _clusters) for module in (cluster, observers, sharing)),
+        *((module, "unclosed", _clusters) for module in (ending, observers)),
     ]
     stack = contextlib.ExitStack()
     for module, name, value in patches:
