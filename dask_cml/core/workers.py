@@ -485,13 +485,9 @@ class Workers:
         watching = asyncio.create_task(self._watch())
         try:
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
-            await gather_or_cancel(self._wait_and_join(scheduler), launch())
+            await gather_or_cancel(cluster.sharing.join(scheduler), launch())
         finally:
             await cancel(watching)
-
-    async def _wait_and_join(self, scheduler: CMLScheduler) -> None:
-        await scheduler
-        await self._cluster.sharing.join()
 
     async def _watch(self) -> None:
         """Update workers from the platform's list, until cancelled."""

@@ -265,8 +265,9 @@ class Sharing:
         scheduler.begin(time.time())
         cluster.api.forget(session or "")
 
-    async def join(self) -> None:
-        """Connect to the scheduler that this process has launched."""
+    async def join(self, scheduler: CMLScheduler) -> None:
+        """Connect to the scheduler that this process has launched, as soon as it answers."""
+        await scheduler
         await self._join_within(self._cluster.options.scheduler_timeout)
         try:
             await self._subscribe()
