@@ -417,10 +417,19 @@ async def test_a_request_after_the_first_board_is_written_reaches_the_board(it, 
 async def test_a_cluster_that_may_run_already_takes_no_request_before_it_is_connected(it, create_mode):
     async with shared() as keeper:
         remote = make(name="shared", create_mode=create_mode, platform="auto")
-        for what, ask in ("scaled", remote.scale), ("adapted", remote.adapt):
-            words = "cluster shared is not connected yet, await it first"
-            with pytest.raises(CMLError, match=f"^worker group 'default' not {what}: {words}$"):
-                ask(1)
+
+        def is_refused():
+            for what, ask in ("scaled", remote.scale), ("adapted", remote.adapt):
+                words = "cluster shared is not connected yet, await it first"
+                with pytest.raises(CMLError, match=f"^worker group 'default' not {what}: {words}$"):
+                    ask(1)
+
+        async def join_later(*arguments):
+            is_refused()  # although the options are known by now
+            await join(*arguments)
+
+        is_refused()
+        join = step_in(remote, "joins a scheduler", join_later)
         await remote
         await remote.scale(1)
         await eventually(lambda: has(keeper, 1))

@@ -229,7 +229,7 @@ class Sharing:
             )
         own = {"shutdown_on_close": shutdown, "forward_dashboard": cluster.options.forward_dashboard}
         # The worker groups in this process's configuration are for new clusters.
-        own |= {"name": name, "create_mode": "create", "worker_groups": {}}
+        own |= {"name": name, "create_mode": "connect", "worker_groups": {}}
         cluster._take_options(Options.read(record.options, **own))
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
