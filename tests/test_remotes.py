@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from typing import Any
+from unittest import mock
 
 import pytest
 from clusters import (
@@ -16,10 +18,12 @@ from clusters import (
     record_of,
     run_command,
     scheduler_number,
+    scheduler_of,
     shut_down,
     simulate,
     step_in,
     target,
+    unsubscribe,
 )
 from simulated.testing import eventually, simulated
 
@@ -62,6 +66,27 @@ async def test_nobody_follows_another_cluster_that_has_the_address_of_a_lost_sch
             await eventually(lambda: scheduler_number(remote) == 1)
             await eventually(lambda: arrived(cluster) == arrived(remote) == target(remote) == 1)
         assert is_keeper(other)
+
+
+def break_connection(comm: Any) -> None:
+    comm.abort()
+
+
+def raise_error(comm: Any) -> None:
+    raise RuntimeError("of the scheduler")
+
+
+@pytest.mark.parametrize("fail", [break_connection, raise_error])
+@simulated
+async def test_a_remote_shows_what_is_wanted_although_the_scheduler_does_not_describe_its_workers(it, fail):
+    async with simulate(name="mine", n_workers=1) as cluster, rebuild("mine") as remote:
+        handlers = scheduler_of(it, cluster).handlers
+        with mock.patch.dict(handlers, subscribe_worker_status=fail):
+            await unsubscribe(remote)
+            await cluster.scale(2)
+            await eventually(lambda: target(remote) == 2)
+            await eventually(lambda: "problem: " in repr(remote))
+        await eventually(lambda: arrived(remote) == 2 and "problem: " not in repr(remote))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from dask_cml.layout import SCHEDULER, log_folder
 from dask_cml.options import Options, check_new, limits
 from dask_cml.output import get_logger
 from dask_cml.private_files import NotPrivate, make_folder
-from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Report, Request
+from dask_cml.protocol import NO_ANSWER, BoardState, Rank, Report, Request, call
 from dask_cml.records import store
 from dask_cml.records.history import Usage, find_ended, kept_logs, stop_and_remove, usage_of
 from dask_cml.records.operations import take_name
@@ -355,8 +355,7 @@ class Sharing:
         cluster = self._cluster
         assert cluster.scheduler_comm is not None
         cluster._watch_worker_status_comm = comm = await cluster.scheduler_comm.live_comm()
-        await comm.write({"op": "subscribe_worker_status"})
-        cluster.scheduler_info = SchedulerInfo(await comm.read())
+        cluster.scheduler_info = SchedulerInfo(await call(comm, "subscribe_worker_status"))
         cluster._watch_worker_status_task = asyncio.create_task(cluster._watch_worker_status(comm))
 
     async def unsubscribe(self) -> None:
@@ -451,8 +450,6 @@ class Sharing:
         is_picked = board.keeper == self.link.id
         if self.is_keeper and not (is_picked and board.term == self.keeper.term):
             await self.yield_cluster()
-        if not self.is_subscribed:
-            await self._subscribe()
         if not self.is_keeper:
             if self.link.unheard:  # else a post that is not answered would delay a takeover
                 await self.link.post_unreported()
@@ -461,6 +458,8 @@ class Sharing:
             elif self._cluster.api.live:  # of a launch that was answered late
                 await asyncio.to_thread(self.leave_sessions)
         await self.role.take()
+        if not self.is_subscribed:  # last: if that fails, nothing else waits for it
+            await self._subscribe()
 
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on, as the last report says."""
