@@ -55,6 +55,16 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
 
 
 @simulated
+async def test_a_remote_links_to_the_dashboard_of_another_scheduler(it):
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
+        await eventually(lambda: remote.dashboard_link == cluster.dashboard_link)
+        it.platform.evict(cluster.sessions[0].id)
+        await eventually(lambda: scheduler_number(cluster) == scheduler_number(remote) == 1)
+        link = f"https://{it.platform.running['mine-scheduler']}.cml.example.com/status"
+        await eventually(lambda: link == remote.dashboard_link == cluster.dashboard_link)
+
+
+@simulated
 async def test_nobody_follows_another_cluster_that_has_the_address_of_a_lost_scheduler(it):
     async with simulate(name="other") as other, simulate(name="mine", n_workers=1) as cluster:
         async with rebuild("mine") as remote:

@@ -776,7 +776,7 @@ class Keeper:
             "orphan_timeout": last.orphan_timeout,
             # The keeper connects after it has launched all workers.
             "patience": last.orphan_timeout and max(last.orphan_timeout, patience),
-            "report": replace(self.report(), wanted={}, sessions=()).to_json(),
+            "report": replace(self.report(), wanted={}, sessions=(), app_url=None).to_json(),
             "posted": {**last.posted, **self._posted},
             "restarts": restarts,
             "activity": dict(last.activity),
