@@ -681,13 +681,12 @@ class Keeper:
         kept = {launch.key: last.wanted[launch.key] for launch in launches if launch.key in last.wanted}
         missing = Counter({name: group.target for name, group in last.groups.items()})
         missing.subtract(kept.values())
-        for launch in launches:
-            group = launch.worker_group(record.name)
-            if launch.key not in kept and launch.id not in reported and missing[group] > 0:
-                kept[launch.key] = group
-                missing[group] -= 1
-        for name, group in last.wanted.items():  # which may be launched just now
-            if name not in given and missing[group] > 0:
+        new = [launch for launch in launches if launch.id not in reported]
+        workers = [(launch.key, launch.worker_group(record.name)) for launch in new]
+        # A name that no session has had may be launched just now.
+        workers += [(name, group) for name, group in last.wanted.items() if name not in given]
+        for name, group in workers:
+            if name not in kept and missing[group] > 0:
                 kept[name] = group
                 missing[group] -= 1
         self.restore(last, kept)
