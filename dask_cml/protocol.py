@@ -333,6 +333,8 @@ class BoardState:
         Dask workers whose session the platform is about to stop.
     report : mapping
         What the keeper reports of the sessions, see :class:`Report`.
+    moves : int
+        Counts the Dask workers that have connected or left.
     problem : str or None
         What is wrong with the Dask workers, or why the scheduler's session does not manage the cluster.
     news : mapping of str to str
@@ -356,6 +358,7 @@ class BoardState:
     posted: int = 0
     leaving: Sequence[str] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
+    moves: int = 0
     problem: str | None = None
     news: Mapping[str, str] = field(default_factory=dict)
     idle: float | None = None

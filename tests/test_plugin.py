@@ -181,10 +181,12 @@ async def until(comm, board, condition):
     return board
 
 
-async def test_the_scheduler_knows_what_dask_workers_hold_and_how_they_have_left(scheduler, comm):
+async def test_watchers_hear_that_dask_workers_connect_and_leave(scheduler, comm):
+    board = await comm.cml_watch(**WATCH)
     async with Client(scheduler.address, asynchronous=True) as client:
-        for _ in range(2):
+        for moves in (board["moves"] + 1, board["moves"] + 3):  # one more connects, and two have left
             async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False):
+                board = await until(comm, board, lambda board, moves=moves: board["moves"] == moves)
                 await client.scatter(b"x" * 1000)
                 held = await comm.cml_held(names=["mine-0", "mine-1"])
                 assert {name: {*about} for name, about in held.items()} == {"mine-0": {"last_seen", "nbytes"}}

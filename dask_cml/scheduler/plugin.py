@@ -106,7 +106,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         #: The names of which notice was given, also those that are not connected then.
         self._noticed: set[str] = set()
         #: Counts the Dask workers that have connected or left.
-        self._moves = 0
+        self.moves = 0
         #: The number of calls of `Client.scatter` under way, to any worker.
         self._scatters = 0
         self._states: dict[str, WorkerState] = {}
@@ -418,6 +418,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "revision": self._revision,
             "posted": self._board.posted.get(watcher, 0),
             "leaving": [*self.leaving],
+            "moves": self.moves,
             "problem": self._problem,
             "news": self.health.news,
             "idle": self._idle,
@@ -498,7 +499,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Note a Dask worker that has connected."""
-        self._moves += 1
+        self.moves += 1
         state = self._states[worker] = scheduler.workers[worker]
         self.health.note_connected(str(state.name), time.monotonic())
         scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
@@ -507,7 +508,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Note what was known last of a Dask worker that has left."""
-        self._moves += 1
+        self.moves += 1
         state = self._states.pop(worker, None)
         if state is None:
             return
@@ -556,14 +557,14 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return self._in_vain
 
     def _check_workers(self) -> None:
-        """Note what is done. Tell watchers what is wrong with Dask workers, and save which are connected."""
+        """Note what is done. Tell watchers what is wrong with Dask workers, and whether any have moved."""
         self._note_activity()
         now, workers = time.monotonic(), self._scheduler.workers.values()
         self.health.look(workers, now)
         waiting = self._scheduler.queued or self._scheduler.unrunnable
         is_busy = waiting or any(worker.processing for worker in workers)
         self._idle_since = math.inf if is_busy else min(self._idle_since, now)
-        news = (self._problem, self.health.news, self._moves, self._idle is not None)
+        news = (self._problem, self.health.news, self.moves, self._idle is not None)
         if news != self._known:
             self._known = news
             self._publish()
