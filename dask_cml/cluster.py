@@ -475,7 +475,7 @@ class CMLCluster(SpecCluster):
             # The names are of sessions or of Dask workers.
             known = {name: worker.name for worker in self.processes.workers() for name in worker.dask_names}
             self.groups.drop(known.get(name, name) for name in request.names)
-            return  # which tells nothing of why workers have failed
+            return  # failures count on: whoever closes workers says nothing of their causes
         groups = after(self.groups.described, request)
         wanted = groups.get(group)
         if wanted is not None and wanted.adapt is None and not is_own:

@@ -124,7 +124,7 @@ class Ending:
             return None
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # as in a block that is collected, whose loop has ended: the exit closes it
+        except RuntimeError:  # of a block that is collected after its loop: the exit closes it
             return None
         ending = self._task
         again = ending is not None and ending.done() and self._cluster.status == Status.failed
@@ -302,8 +302,8 @@ class Ending:
             why = interrupted if self._is_interrupted else f"it did not start: {error}"
             is_refused = isinstance(error, (TypeError, ValueError)) and not self._cluster.api.launched
             self.reason = "" if is_refused else why
-        try:  # the cluster of another process runs on
-            yield How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN
+        try:
+            yield How.LEAVE if self._cluster.sharing.connects else How.SHUT_DOWN  # another's cluster runs on
         except Exception as failed:  # of Dask or the platform's library, for example
             if failed is not self._failure:  # the interrupted constructor may see it, and the start
                 self._failure = failed

@@ -236,7 +236,7 @@ class Look:
                 self._processes.tell_giving_up(group)
         for name, loss in lost.items():
             self._cluster.sharing.keeper.event("lost", name, cause=loss.words[:_LONGEST_CAUSE])
-        # The log of a session that had no name is that of the session which had it first.
+        # A session that got no name has no log: the log of that name is that of the session which has it.
         noted = [name for name, loss in lost.items() if name in workers and loss.cause not in _NO_FAILURES]
         await asyncio.gather(*(workers[name].note_loss(lost[name]) for name in noted))
 

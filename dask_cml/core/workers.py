@@ -135,7 +135,7 @@ class Backoff:
     def begin_after(self, failures: int, why_gave_up: str | None) -> None:
         """Begin after the failures in a row that another process has counted."""
         self._failures = self._pauses = failures
-        if why_gave_up is not None:  # by its limit
+        if why_gave_up is not None:  # its limit may be lower than the limit here
             self._failures, self._failure = max(failures, self._limit), why_gave_up
         self._pause()
 
@@ -200,7 +200,7 @@ class Backoff:
         is_new = self.refused_at != granted
         self._ceiling = (granted, time.monotonic())
         self._is_short, self._shortage = True, shortage
-        if not self.gave_up:  # the last word counts
+        if not self.gave_up:  # the refusal is newer than the failure
             self._failure = None
         return is_new
 
@@ -443,7 +443,7 @@ class Workers:
         asking = start_call(api_v2.quota_left)
 
         async def launch() -> None:
-            # Only now: as soon as the workers are launched, the platform counts them as used.
+            # Not later: as soon as the workers are launched, the platform counts them as used.
             if asking.done():
                 shown.notice = api_v2.shortage(cluster.groups.others()[1:], asking.result()) or ""
             await gather_or_cancel(*[self.launch_one(name) for name in names])

@@ -188,7 +188,7 @@ class Failover:
                 not_lost = not_launched or (number > cluster.place.number and last.keeper == self._link.id)
                 not_launched = False
                 try:
-                    known = self._known(last)  # whose session may only seem to have ended
+                    known = self._known(last)  # it may answer although its session seemed to have ended
                     if known and known.address and await known.answers(known.address, timing.retry):
                         return
                     if await self._launch_next(record, why, not_lost):
@@ -250,8 +250,8 @@ class Failover:
         if latest.scheduler.address != record.scheduler.address:  # it answers by now, only late
             return False
         lost_at, workers = cluster.sharing.unreached_since or time.monotonic(), cluster.processes
-        # Once more under its number: as another scheduler, it would not wait for the launches that hang. But
-        # others only know what was wanted when it was claimed.
+        # Launch it once more under its number, because a launch under another one waits for none that hangs.
+        # But only if its file, which others read, still says what is wanted.
         last = latest.scheduler
         again = last.number == cluster.place.number and last.groups == cluster.groups.described
         again = again and not_lost and self._has_only_claimed(last)
@@ -287,7 +287,7 @@ class Failover:
         keeper.go_on(last, anew=anew)
         number, board = last.number + 1, keeper.first_board(last, restarts)
         claim = asyncio.to_thread(store.claim_scheduler, record, number, board)
-        if not await to_the_end(claim):  # else nobody gives it up
+        if not await to_the_end(claim):  # a process that leaves must know its claim, to give it up
             return False
         keeper.term = board["term"]
         sharing.keep(keeper)

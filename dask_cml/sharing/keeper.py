@@ -185,7 +185,7 @@ class Link:
             # Dask tries to connect to a dead scheduler until its time limit. Only then this process finds out
             # that it is dead, so the first limits are short.
             limit = min(timing.answer, max(timing.listing, time.monotonic() - self.heard))
-            # Its end is the watcher's end.
+            # To the scheduler, this watcher has left when this connection ends.
             self._watching = await connect_to(self._known_address(), self.connection_args, limit)
             # Each time: without keys, a scheduler of another cluster may have the address of a lost one.
             hello = await call(self._watching, protocol.HELLO)
@@ -406,7 +406,7 @@ class Journal:
     async def _write(self, processes: dict[str, CMLProcess]) -> None:
         sessions, now = self._api.live.copy(), int(time.time())
         new = {session: key for session, key in sessions.items() if session not in self._written}
-        # The process of a session may not know of it yet. An engine of a refused launch has no process.
+        # A new session may get its process by the next write. An engine of a refused launch never gets one.
         unused = new.keys() - processes.keys()
         for session in unused - self._unused:
             del new[session]
@@ -648,7 +648,7 @@ class Keeper:
         self._strays = {session: self._strays.get(session, 0) + 1 for session in strays}
         for session, key in strays.items():
             launch = record.launches.get(session)
-            # By its looks: in an outage nobody could say that it was launched.
+            # Looks count and not time: in an outage, nobody could say that it was launched.
             lasts = (self._strays[session] - 1) * timing.strays
             if lasts < timing.stray or key in self._cluster.processes.launching:
                 continue
@@ -702,7 +702,7 @@ class Keeper:
         gone_for = {name: state.get("gone_for", 0.0) for name, state in states.items()}
         for worker in cluster.processes.workers():
             worker.note_connected(connected_names(cluster), gone_for)
-            if worker.name in last.staying:  # as is told
+            if worker.name in last.staying:  # its user knows that by now
                 worker.cannot_move_to = set()
 
     def restore(self, last: Report, wanted: Mapping[str, str]) -> None:

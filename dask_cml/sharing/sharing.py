@@ -581,7 +581,7 @@ class Sharing:
         with self._warn_if_unwritten():
             if self.record is not None and not self.connects:
                 await self.link.live_on()
-            # One that is refused, of which the user is told, does not end the others.
+            # A refused request, of which the user is told, does not end the others.
             await within(2 * timing.answer, asyncio.gather(*self._posting, return_exceptions=True))
 
     @contextlib.contextmanager
@@ -598,7 +598,7 @@ class Sharing:
         if self.is_keeper:
             await self.keeper.journal.write(self._cluster.processes.launched)
         if how is How.LEAVE:
-            # Together in less than the time of files, so that the user is told if the scheduler hangs.
+            # All in less than the time that Ending waits, so that the user is told if the scheduler hangs.
             if self.is_keeper:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(timing.files / 2, self.keeper.publish(leaves=True))
@@ -642,7 +642,7 @@ class Sharing:
         if self.record is None:
             self._cluster.api.end()
             return
-        # Those of a follower, if nobody can read the record. The API knows those of the keeper.
+        # For a record that nobody can read: a follower knows the sessions by the report, a keeper by its API.
         known = {}
         for session in self.role.sessions:
             key = SCHEDULER if session.role == SCHEDULER else session.name
