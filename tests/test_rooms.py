@@ -31,7 +31,7 @@ ATTACHES = ("dask_cml.cluster", "dask_cml.sharing.sharing")
 MOST_METHODS = 60
 #: The most modules and lines of code that ``import dask_cml.cluster`` loads, without comments and docstrings.
 #: They may only become smaller, but for mended faults and checks that must run before anything is launched.
-MOST_MODULES, MOST_LINES = 29, 5551
+MOST_MODULES, MOST_LINES = 29, 5545
 
 TESTS = Path(__file__).parent
 #: Members of a cluster that other code may replace at any time. Tests see them by functions of clusters.py.
