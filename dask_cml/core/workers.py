@@ -3,8 +3,16 @@
 :class:`Workers` launches, adopts and stops sessions. A :class:`Backoff` pauses after failures and refusals.
 :class:`Retirements` chooses the workers to close, which first move their data to other workers.
 
-Calls of the platform and of the scheduler run in tasks: a call that hangs blocks nothing else. A worker's
-session is the session that took the worker's name, whoever launched it.
+Calls of the platform and of the scheduler run in tasks: a call that hangs blocks nothing else.
+
+A worker's session is the session that took the worker's name, whoever launched it. An answer of the platform
+may be lost, and several sessions be launched under one name. These say which one it is, the surest first:
+
+- the Dask worker that is connected, which names its session: :meth:`Workers.take_connected`;
+- the file with which a session takes the name, so that others exit: :meth:`Workers.claim`, ``take_started``;
+- the record, into which keepers and sessions enter launches: ``Keeper.succeed``, ``Keeper.find_strays``;
+- the platform's answer to the launch: ``Workers.launch_one``. Sessions that no worker uses then are stopped:
+  ``Workers.find_unused``.
 """
 
 from __future__ import annotations
