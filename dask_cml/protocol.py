@@ -29,7 +29,7 @@ from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 
 #: Watchers and plugins of another version leave each other alone.
-PROTOCOL = 13
+PROTOCOL = 14
 
 #: Asks which cluster a scheduler belongs to.
 HELLO = "cml_hello"
