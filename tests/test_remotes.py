@@ -114,6 +114,16 @@ async def test_a_change_that_a_remote_cannot_write_is_not_remembered(it):
 
 
 @simulated
+async def test_a_remote_names_the_lost_scheduler_that_does_not_answer(it):
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
+        lost = store.read("mine").scheduler.address
+        it.platform.evict(cluster.sessions[0].id)
+        with pytest.raises(CMLError, match=f"at {lost} does not answer"):
+            await remote.scale(1)
+        assert scheduler_number(remote) == 1
+
+
+@simulated
 async def test_an_odd_url_spoils_no_view(it):
     async with simulate(name="lab", n_workers=3) as cluster, rebuild("lab") as remote:
         it.platform.set(cluster.sessions[0].id, app_url="javascript:alert(1)")

@@ -289,7 +289,7 @@ class Link:
             If the scheduler does not answer, or refuses it. Another one that has replaced it meanwhile counts
             as no answer.
         """
-        began = time.monotonic()
+        began, address = time.monotonic(), self.address
         try:
             try:
                 return await self._ask_board(op, arguments)
@@ -300,7 +300,7 @@ class Link:
                 return await self._ask_board(op, arguments)
         except NO_ANSWER as error:
             raise SchedulerTimeout(
-                f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
+                f"the scheduler of cluster {self._cluster!r} at {address} does not answer: {error!r}"
             ) from error
 
     async def _ask_board(self, op: str, arguments: Mapping[str, Any]) -> BoardState:
