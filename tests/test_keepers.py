@@ -321,6 +321,20 @@ async def test_a_request_is_carried_out_once_although_the_scheduler_ends_before_
         assert target(manager) == target(remote) == (2 if seen else 3)
 
 
+@simulated
+async def test_a_request_with_which_another_scheduler_begins_is_not_carried_out_after_later_ones(it):
+    async with supplied(name="shared", n_workers=1) as former, succeeds() as manager:
+        heal = cut_off(former)
+        await former.scale(3)
+        it.platform.evict(it.platform.running["shared-scheduler"])
+        await eventually(lambda: is_keeper(manager) and target(manager) == 3, 100.0)
+        await manager.scale(2)
+        heal()
+        await eventually(lambda: target(former) == 2 and has(manager, 2))
+        await asyncio.sleep(20)
+        assert target(former) == target(manager) == 2
+
+
 @contextlib.asynccontextmanager
 async def unreported(it):
     """A manager that has launched shared-1 instead of shared-0 without a report, and who manages next."""

@@ -750,6 +750,8 @@ class Keeper:
                 if asked > posted:
                     mail.append(Letter(next(numbers), request, self._link.id, asked))
         self.carry_out(mail)
+        if self._link.unreported:  # all of it is wanted now: the next scheduler does not get it again
+            self._posted[self._link.id] = max(self._link.unreported)
 
     def first_board(self, last: SchedulerState, restarts: int = 0) -> dict[str, Any]:
         """Return what the next scheduler begins with, see :mod:`dask_cml.scheduler.plugin`.
