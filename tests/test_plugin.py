@@ -432,6 +432,12 @@ def test_a_request_that_cannot_be_carried_out_changes_nothing_and_may_be_repeate
     assert targets(board) == {"default": 7, "gpu": 1}
 
 
+def test_a_scheduler_begins_with_the_last_requests_of_as_many_processes_as_it_remembers(monkeypatch):
+    monkeypatch.setattr(plugin, "_MOST_SENDERS", 2)
+    board = Board({}, posted={"a": 1, "b": 2, "c": 3})
+    assert board.posted == {"b": 2, "c": 3}
+
+
 def test_a_full_mail_takes_no_more_requests_until_some_are_carried_out(board, monkeypatch):
     monkeypatch.setattr(plugin, "_MOST_LETTERS", 2)
     post_all(board, GPU, scale(2))

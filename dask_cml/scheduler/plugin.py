@@ -654,7 +654,7 @@ class Board:
         posted: Mapping[str, int] | None = None,
     ) -> None:
         self.keeper, self.term = keeper, term
-        self.posted = dict(posted or {})
+        self.posted = dict([*(posted or {}).items()][-_MOST_SENDERS:])
         self.mail: list[Letter] = []
         self.take_report(report)
 
