@@ -361,7 +361,7 @@ def unclosed() -> list[CMLCluster]:
 
 
 def open_clusters() -> list[CMLCluster]:
-    """Return those that users have started. Commands, lists and the scheduler's session have ranks."""
+    """Return the clusters that users have started. Commands, lists and the scheduler's session have ranks."""
     return [cluster for cluster in unclosed() if cluster._rank is None and cluster._starting is not None]
 
 

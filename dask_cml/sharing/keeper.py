@@ -103,9 +103,9 @@ class Link:
         self._cluster, self._who = cluster, who
         #: What users of this process have asked for, and no report is known to contain. A scheduler may end
         #: before it has written what it has answered: the next one gets that again. The scheduler takes a
-        #: request for a repeat if it knows a later one of this process. So requests reach
-        #: it in the order of their numbers: these before any later post, and all others, also the keeper's
-        #: own, as posts as long as an earlier one is not answered (Sharing.request, Sharing.asked).
+        #: request for a repeat if it knows a later one of this process. So requests reach it in the order of
+        #: their numbers: these before any later post, and all others, also the keeper's own, as posts as long
+        #: as an earlier one is not answered (Sharing.request, Sharing.asked).
         self.unreported: dict[int, Request] = {}
         #: How many requests users of this process have made.
         self._n_asked = 0
